@@ -147,9 +147,10 @@ def first_tokens(session: rekindle.Session, side: int, repeat: int) -> dict[str,
 
 def encoding(session: rekindle.Session, sides: list[int], repeat: int, peer: Peer | None) -> list[Any]:
     """Seconds to encode pictures, from patches to rows; with a peer, in turns."""
+    from rekindle._src.capabilities.pictures.request import PICTURES
     from rekindle._src.images.picture import open_picture
 
-    pictures: Any = session._front.pictures
+    pictures: Any = PICTURES.of(session._front)
     encoder, processor = pictures._encoder, pictures._processor
     lines = []
     for side in sides:
@@ -181,9 +182,10 @@ def in_turns(runs: dict[str, Callable[[], object]], repeat: int) -> dict[str, An
 
 def prompts(session: rekindle.Session, sides: list[int], repeat: int, peer: Peer) -> list[Any]:
     """Seconds from a new picture to the first token, in turns with transformers' model for the same tokens."""
+    from rekindle._src.capabilities.pictures.request import PICTURES
     from rekindle._src.images.picture import open_picture
 
-    pictures: Any = session._front.pictures
+    pictures: Any = PICTURES.of(session._front)
     seeds, lines = itertools.count(1000), []
     for side in sides:
         ids = list[int]()
@@ -204,7 +206,9 @@ def prompts(session: rekindle.Session, sides: list[int], repeat: int, peer: Peer
 def compiled_over(session: rekindle.Session, count: int) -> dict[str, int]:
     """Count what is compiled while questions about pictures of different sizes are answered."""
     sizes = np.random.default_rng(0).integers(20, 700, (count, 2))
-    pictures: Any = session._front.pictures
+    from rekindle._src.capabilities.pictures.request import PICTURES
+
+    pictures: Any = PICTURES.of(session._front)
     before = session.stats().compilations + pictures.compilations
     for width, height in sizes:
         pixels = np.random.default_rng(int(width)).integers(0, 256, (height, width, 3), np.uint8)

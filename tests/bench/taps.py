@@ -24,6 +24,8 @@ from typing import Any
 import harness
 import numpy as np
 
+from rekindle._src.capabilities.captures.request import TAPS
+
 ROWS, PROMPT, NEW, LONG = 16, 12, 64, 128
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
@@ -65,7 +67,7 @@ async def taps(model: str, rounds: int, vectors: int, only: str) -> None:
     import rekindle
 
     async with opened(model) as session:
-        facts, rng = session._front.taps, np.random.default_rng(0)
+        facts, rng = TAPS.of(session._front), np.random.default_rng(0)
         every = range(min(24, facts.layers))
         layer, direction = facts.layers // 2, rng.standard_normal(facts.hidden_size)
         kinds: dict[str, dict[str, Any]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -13,18 +13,20 @@ import pytest
 from helpers.fakes import EOS
 from helpers.sessions import fake_front, opened, submission
 from rekindle import Session
+from rekindle._src import capabilities
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.adapters.request import AdapterIntake
+from rekindle._src.capabilities.entry import CapabilityEntry
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import Request, Row, RowResult, TokenEvent
 from rekindle._src.core.report import Report
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capabilities import AdapterIntake, Capabilities, capabilities_of
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.scheduling import followers
 from rekindle._src.scheduling.followers import Follower
-from rekindle._src.session import client
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -98,11 +100,14 @@ class Counting(Capability):
         return None if counted is None else CountedOutput(counted)
 
 
+class CountingEntry(CapabilityEntry):
+    def intake(self) -> Sequence[Capability]:
+        return (Counting(),)
+
+
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
-    plain = capabilities_of().entries
-    for user in (intake, client):
-        monkeypatch.setattr(user, "capabilities_of", lambda: Capabilities(*plain, Counting()))
+    monkeypatch.setattr(capabilities, "ENTRIES", (*capabilities.ENTRIES, CountingEntry()))
     monkeypatch.setitem(followers.FOLLOWERS, Counted, lambda counted, request, kept: Counter(counted))
     with opened() as fake:
         yield fake

@@ -16,14 +16,14 @@ from helpers import vocabularies
 from helpers.asgi import until
 from helpers.fakes import EOS
 from helpers.sessions import byte_tokenizer, fake_front, rest, submission
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.pictures.request import PICTURES, PromptPictures
 from rekindle._src.core.extension import Extensions
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Drain, Submission
-from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.host import Dispatch
-from rekindle._src.dispatch.pictures import PromptPictures
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
 
@@ -39,7 +39,7 @@ class TestIntake:
             send.send_nowait(one)
         send.close()
         with anyio.fail_after(60):
-            await intake.run(receive, out, fake_front(), outputs)
+            await intake.run(receive, out, fake_front(), outputs, capabilities_of())
             return await rest(messages), outputs
 
     async def test_hands_on_requests_then_drains(self) -> None:
@@ -124,7 +124,7 @@ async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_se
         send.send_nowait(one)
     send.close()
     with anyio.fail_after(60):
-        await intake.run(receive, out, engine, outputs)
+        await intake.run(receive, out, engine, outputs, capabilities_of())
         handed_on = await rest(messages)
     assert isinstance(bad.mailbox.error, RequestFailed) and "panicked" in str(bad.mailbox.error)
     assert [type(message).__name__ for message in handed_on] == ["Request", "Drain"]
@@ -172,7 +172,7 @@ async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> No
     send, receive = anyio.create_memory_object_stream[Submission](10)
     out, messages = anyio.create_memory_object_stream[Any](100)
     async with anyio.create_task_group() as group, messages:
-        group.start_soon(intake.run, receive, out, fake_front(), outputs)
+        group.start_soon(intake.run, receive, out, fake_front(), outputs, capabilities_of())
         for submitted in (*several, submission("short")):
             send.send_nowait(submitted)
         send.close()
@@ -223,7 +223,7 @@ async def test_an_aborted_request_leaves_the_lines_of_pictures_and_of_long_promp
 
         return Submission(name, None, None, True, Sampling(), Mailbox(1), 1.0, render, long=True)
 
-    dispatch = Dispatch(fake_front()._replace(pictures=line), None)  # type: ignore[arg-type]
+    dispatch = Dispatch(fake_front()._replace(services={PICTURES: line}), None, capabilities_of())  # type: ignore[arg-type]
     shown = submission(ids=[1])._replace(extensions=Extensions(PromptPictures((object(),))))  # type: ignore[arg-type]
     rendered, left = [one("a"), one("b")], one("c")
     try:

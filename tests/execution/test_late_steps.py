@@ -14,6 +14,7 @@ import pytest
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictStore, extended
 from helpers.guides import RuleGuide
+from helpers.programs import session_features
 from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling
 from rekindle._src.core.extensions import Guidance
@@ -21,7 +22,6 @@ from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import ALONE
-from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import RequestFailed
 

@@ -16,13 +16,13 @@ import pytest
 from helpers import driving, plain_sampling
 from helpers.driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
+from helpers.programs import session_features
 from rekindle._src.core.records import PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import ALONE, LoadedModel
 from rekindle._src.programs.kv_layout import payload_layout
 from rekindle._src.programs.packing import Constants, Upload
-from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError

@@ -24,6 +24,7 @@ import pytest  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import adapters, checkpoints, mesh_models, picture_models, tapping  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
+from rekindle._src.capabilities.captures.request import TAPS  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
 from rekindle._src.core.taps import SITES  # noqa: E402
@@ -597,7 +598,7 @@ def taps_of_families(folder: Path) -> None:
         several = []
         for mesh in (None, 2):
             with opened(case(name), mesh) as session:
-                facts = session._front.taps
+                facts = TAPS.of(session._front)
                 assert facts is not None
                 changed = {site: facts.sites[site][-1] for site in ("attention", "mlp") if facts.sites[site]}
                 everything = dict.fromkeys(facts.sites, "all")

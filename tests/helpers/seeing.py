@@ -14,12 +14,13 @@ import numpy as np
 
 from helpers.sessions import CONFIG, checked, fake_front, session_of
 from rekindle import Session
+from rekindle._src.capabilities.pictures.kept_rows import KeptRows
+from rekindle._src.capabilities.pictures.owner import SessionPictures
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core.store import Store
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
-from rekindle._src.opening.kept_rows import KeptRows
-from rekindle._src.opening.pictures import SessionPictures
 from rekindle._src.text.chat import ChatTemplate
 
 MARK = "\x01"
@@ -69,7 +70,7 @@ def opened(config: Any = CONFIG, *, folder: Path | None = None, **options: Any) 
     encoder: Any = ZeroEncoder()
     pictures = SessionPictures(processor(), encoder, KeptRows(1 << 20, store), identity=b"test", token=ord(MARK))
     front = fake_front(config, **options)._replace(chat=ChatTemplate(TEMPLATE))
-    with checked(lambda: session_of(front._replace(pictures=pictures))) as session:
+    with checked(lambda: session_of(front._replace(services={PICTURES: pictures}))) as session:
         yield session
         pictures.close()
 

@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
+from rekindle._src.capabilities import capabilities_of
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
@@ -80,7 +81,7 @@ def session_with(tokenizer: Tokenizer, config: EngineConfig = CONFIG, **options:
 
 def session_of(front: Front) -> Session:
     """A session over these parts."""
-    host = Host(lambda: front)
+    host = Host(lambda: front, capabilities_of)
     host.start()
     return Session.attached(host, wait(host.opened))
 

@@ -20,8 +20,8 @@ from helpers import checkpoints
 from helpers.sessions import byte_tokenizer
 from rekindle._src.calls.chat_prompt import chat_prompt
 from rekindle._src.calls.tool_functions import tools_of
+from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.reply import Reply, fold
-from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.text.backends import WholeTokenizer
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.replies.history import WrittenReplies

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from helpers.picture_models import CASES
+from rekindle._src.capabilities.pictures.reading import misfit
 from rekindle._src.images.registry import processor_of_files
 from rekindle._src.models.vision.registry import vision_config
-from rekindle._src.opening.picture_plan import misfit
 
 TYPES = {name: name.removesuffix("-both-ways").replace("-", "_").replace(".", "_") for name in CASES}
 

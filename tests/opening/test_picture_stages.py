@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from helpers.sessions import eventually
+from rekindle._src.capabilities.pictures.stages import SMALL, PictureStages
 from rekindle._src.core.pictures import EncodedRows, RowsOrigin
-from rekindle._src.opening.picture_stages import SMALL, PictureStages
 
 pytestmark = pytest.mark.anyio
 LARGE = SMALL + 1

@@ -18,6 +18,7 @@ import pytest
 from helpers.checkpoints import CASES, ONE_EACH, case, one_each
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.fakes import DictStore
+from helpers.programs import session_features
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
@@ -30,7 +31,6 @@ from rekindle._src.programs import programs as programs_module
 from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepPart
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
-from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.recipes import LEAN, Recipes
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore

@@ -19,13 +19,13 @@ import pytest
 
 from helpers.driving import TINY, tiny_config
 from helpers.fakes import DictStore
+from helpers.programs import session_features
 from helpers.thorough import by_default
 from rekindle._src.models.base import ALONE, abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
 from rekindle._src.programs.buckets import ADMIT, COPY, MEMORY, Bucket, Key, ProgramVariant
 from rekindle._src.programs.partitioning import WHOLE, Recipe
-from rekindle._src.programs.plan import session_features
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.user_functions import LogitsProcessor

@@ -35,6 +35,7 @@ FOLDERS = (
     "rekindle._src.drafts",
     "rekindle._src.processes",
     "rekindle._src.dispatch",
+    "rekindle._src.capabilities",
     "rekindle._src.views",
     "rekindle._src.notebook",
     "rekindle._src.serve",

@@ -13,6 +13,7 @@ HOST = tuple(
     for folder in (
         "core",
         "dispatch",
+        "capabilities",
         "views",
         "notebook",
         "serve",

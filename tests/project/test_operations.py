@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from rekindle._src.capabilities.pictures import owner as pictures
 from rekindle._src.cli.main import parser
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading import fingerprint, prepared
 from rekindle._src.notebook import transcripts
-from rekindle._src.opening import pictures
 from rekindle._src.programs import store
 from rekindle._src.session import opening
 from rekindle_kernels.private_files import KINDS

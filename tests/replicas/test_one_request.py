@@ -18,11 +18,11 @@ from helpers.fakes import EOS
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle._src.capabilities.guides.request import StructureIntake
 from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.structures import StructureIntake
 from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode

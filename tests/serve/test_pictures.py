@@ -15,6 +15,8 @@ from helpers.asgi import get, post
 from helpers.sessions import CONFIG, fake_front
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
@@ -89,8 +91,9 @@ class Pictures:
 
 
 def seeing_session(pictures: Pictures | None) -> Session:
-    front = fake_front(CONFIG)._replace(chat=ChatTemplate(TEMPLATE), pictures=pictures)
-    host = Host(lambda: front)
+    services = {} if pictures is None else {PICTURES: pictures}
+    front = fake_front(CONFIG)._replace(chat=ChatTemplate(TEMPLATE), services=services)
+    host = Host(lambda: front, capabilities_of)
     host.start()
     return Session.attached(host, wait(host.opened))
 

@@ -15,8 +15,8 @@ import rekindle
 from helpers import adapters, turns
 from helpers.sessions import eventually
 from helpers.small import MODEL, OPTIONS, plain, prompt
+from rekindle._src.capabilities.adapters import owner as shelf
 from rekindle._src.models.adapters import budget
-from rekindle._src.opening import adapters as shelf
 from rekindle._src.session import client
 from rekindle.errors import CheckpointError, SessionClosed
 

@@ -89,9 +89,10 @@ def test_callers_on_several_loops_and_none_at_once(session: Session) -> None:
 @pytest.mark.parametrize(("backend", "options"), [("asyncio", {"use_uvloop": True}), ("trio", None)])
 def test_the_host_runs_on_other_loops_too(backend: str, options: Any) -> None:
     from helpers.sessions import fake_front
+    from rekindle._src.capabilities import capabilities_of
     from rekindle._src.dispatch.host import Host, wait
 
-    host = Host(fake_front, backend=backend, backend_options=options)
+    host = Host(fake_front, capabilities_of, backend=backend, backend_options=options)
     host.start()
     with Session.attached(host, wait(host.opened)) as session:
         assert list(session.generate_sync("hello", max_tokens=20).token_ids) == expected("hello", max_tokens=20)

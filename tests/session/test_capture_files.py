@@ -20,12 +20,12 @@ from helpers import checkpoints
 from helpers.sessions import eventually
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
+from rekindle._src.capabilities.captures import request as captures
+from rekindle._src.capabilities.captures.writer import MOST_UNATTENDED
 from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
 from rekindle._src.core.captured import Backlog, CapturedPart
 from rekindle._src.core.pictures import PictureRun, TokenGrid
 from rekindle._src.core.tapped import RequestTaps
-from rekindle._src.dispatch import captures
-from rekindle._src.dispatch.capture_writer import MOST_UNATTENDED
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -359,7 +359,7 @@ async def test_what_waits_for_a_disk_is_bounded(
             waiting.append(self.waiting)
 
     monkeypatch.setattr(_GrowingFile, "append", hanging)
-    monkeypatch.setattr("rekindle._src.dispatch.captures.Backlog", Small)
+    monkeypatch.setattr("rekindle._src.capabilities.captures.request.Backlog", Small)
     options = {**GREEDY, "max_tokens": 40}
     slow = session.submit(PROMPTS[0], **options, capture=Capture({"norm": True}, into=tmp_path))
     same = PROMPTS[0] + PROMPTS[1]

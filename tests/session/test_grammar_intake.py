@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 import pytest
@@ -12,7 +12,8 @@ import pytest
 from helpers.sessions import byte_tokenizer, expected, fake_session
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import FinishReason, Session
-from rekindle._src.dispatch import structures
+from rekindle._src.capabilities.guides import request as structures
+from rekindle._src.dispatch.backend import NO_SERVICES, Services
 from rekindle._src.structured import compilers
 from rekindle._src.structured.compilers import Compilers
 from rekindle._src.structured.grammar import Reasoning
@@ -116,7 +117,7 @@ async def test_closing_while_a_grammar_compiles(slowly: None) -> None:
 class Parts:
     """What the intake reads of an engine to find a model's reasoning."""
 
-    think_ids = (300, 301)
+    services: ClassVar[Services] = {structures.THINK_IDS: (300, 301)}
     tokenizer = byte_tokenizer()
 
 
@@ -134,5 +135,5 @@ class Parts:
 def test_where_a_models_reasoning_is(prompt: list[int], chat: bool, found: Reasoning | None) -> None:
     parts: Any = Parts()
     assert structures._reasoning(prompt, parts, chat=chat) == found
-    parts.think_ids = None
+    parts.services = NO_SERVICES
     assert structures._reasoning(prompt, parts, chat=chat) is None

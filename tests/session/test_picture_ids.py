@@ -14,9 +14,10 @@ from helpers import picture_models as small
 from helpers.seeing import ZeroEncoder
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
+from rekindle._src.capabilities.pictures.owner import KeptRows, SessionPictures
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.images import processor_of_files
 from rekindle._src.images.processor import PictureProcessor, text_of
-from rekindle._src.opening.pictures import KeptRows, SessionPictures
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -117,7 +118,7 @@ async def test_another_number_of_places_names_the_placeholder(session: Session, 
     case, encode = small.CASES[family], session.tokenizer.encode
     rows = small.CASES[family].token
     whole = (await session.generate("<image>a", images=ONE, **GREEDY)).prompt_token_ids
-    marker = session._front.pictures._processor.marker  # type: ignore[union-attr]
+    marker = PICTURES.of(session._front)._processor.marker  # type: ignore[union-attr]
     count = whole.count(case.id_of(rows))
     fix = rf"Write {marker} once for each picture, or {rows} {count} times in all".replace("|", r"\|")
     without_one = list(whole)

@@ -18,6 +18,7 @@ import rekindle
 from helpers import picture_models as small
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import InvalidRequest, PromptTooLong
 
@@ -49,7 +50,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 def encoded(session: Session) -> int:
-    pictures: Any = session._front.pictures
+    pictures: Any = PICTURES.of(session._front)
     count: int = pictures.encoded_pictures
     return count
 

@@ -76,7 +76,7 @@ async def test_completions_show_thumbnails_of_their_pictures_which_are_made_when
 ) -> None:
     made: list[Any] = []
     monkeypatch.setattr(
-        "rekindle._src.opening.pictures.thumbnail", lambda one: made.append(one) or thumbnails.thumbnail(one)
+        "rekindle._src.capabilities.pictures.owner.thumbnail", lambda one: made.append(one) or thumbnails.thumbnail(one)
     )
     large, small = seeing.noise(1, 640, 320), seeing.noise(2, 40, 64)
     with seeing.opened() as session:

@@ -13,6 +13,7 @@ import pytest
 import rekindle
 from helpers import picture_models as small
 from rekindle import Session
+from rekindle._src.capabilities.pictures.request import PICTURES
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -58,7 +59,7 @@ async def test_the_same_tokens(case: tuple[str, Path, Any], tmp_path: Path) -> N
     async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path), restore="auto") as session:
         done = await session.generate("What is <image>?", images=[png(pixels)], **greedy(name))
         assert list(done.token_ids) == expected, "after a restart"
-        pictures: Any = session._front.pictures
+        pictures: Any = PICTURES.of(session._front)
         assert pictures.encoded_pictures == 0 and pictures.compilations == 0, "its rows were on disk"
 
 

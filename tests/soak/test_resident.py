@@ -43,6 +43,7 @@ import jax, psutil
 
 import rekindle
 from helpers.sessions import wait_until_idle
+from rekindle._src.capabilities.guides.request import GRAMMARS
 from soak.test_http import live_bytes
 
 logging.disable(logging.WARNING)
@@ -54,7 +55,7 @@ with rekindle.open_sync("tiny-vision", cache_dir=sys.argv[1], **json.loads(sys.a
         gc.collect()
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        host, grammars = session.cache.stats().host, session._front.grammars
+        host, grammars = session.cache.stats().host, GRAMMARS.of(session._front)
         print(json.dumps({
             "resident": psutil.Process().memory_info().rss,
             "live": live_bytes(),

@@ -36,6 +36,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.sessions import wait_until_idle
 from rekindle import Session
+from rekindle._src.capabilities.guides.request import GRAMMARS
 from rekindle._src.structured import grammar
 from rekindle.errors import InvalidRequest, RequestAborted
 from soak.test_http import live_bytes
@@ -211,7 +212,7 @@ class Week:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         process, stats, cache = psutil.Process(), session.stats(), session.cache.stats()
         files = [path for path in folder.rglob("*") if path.is_file()]
-        grammars: Any = session._front.grammars
+        grammars: Any = GRAMMARS.of(session._front)
         scheduler: Any = session._engine.scheduler
         return Figures(
             requests=self.done,

@@ -203,6 +203,7 @@ assert [what for what, *_ in runner.log].index("fetch") == 2, (
 # %%
 from rekindle._src.dispatch import detokenize, intake
 from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.threads import DeviceThread, Mailbox
 
 
@@ -255,7 +256,7 @@ async def run(submissions: list[Submission]) -> None:
     events, happened = anyio.create_memory_object_stream(1)
     device = DeviceThread()
     async with anyio.create_task_group() as group:
-        group.start_soon(intake.run, submitted, to_engine.clone(), front, outputs)
+        group.start_soon(intake.run, submitted, to_engine.clone(), front, outputs, Capabilities())
         group.start_soon(engine.serve, inbox, to_engine.clone(), events, device)
         group.start_soon(detokenize.run, happened, to_engine.clone(), outputs)
         to_engine.close()

@@ -15,6 +15,7 @@ from golden.make import PROMPT
 from helpers import checkpoints
 from helpers.tapping import difference
 from rekindle import Capture
+from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.taps import SITES
 from rekindle._src.models.base import LoadedModel
@@ -55,7 +56,7 @@ def hidden_states(folder: Path, prompt: list[int]) -> list[Any]:
 def test_residuals_are_transformers_hidden_states(name: str) -> None:
     model, expected = case(name)
     with rekindle.open_sync(model, **OPTIONS) as session:
-        facts = session._front.taps
+        facts = TAPS.of(session._front)
         assert facts is not None
         everything: dict[str, Any] = {site: "all" for site in SITES if facts.sites.get(site) or site == "norm"}
         wanted: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "capture": everything}

@@ -95,7 +95,7 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_STRUCTURE": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
     },
     "core/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
-    "dispatch/capture_writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
+    "capabilities/captures/writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
     "programs/feature.py": {"MAX_PROCESSORS": OURS},
     "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS, "MAX_TAPS": OURS},
     "scheduling/slow_rows.py": {"LONGEST": TIME},

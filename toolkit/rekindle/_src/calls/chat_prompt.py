@@ -11,8 +11,8 @@ from typing import Any
 from rekindle._src.calls.pictures import parts_of
 from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.tool_functions import Tool
+from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.contracts import ChatLike, TemplateLike
-from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.pictures import of_messages, read_messages
 from rekindle._src.calls.requests import Images, sampling_of, structured_text
+from rekindle._src.capabilities.pictures.request import encoded
+from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.foreign_calls import CHAT, ForeignParts
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.pictures import encoded
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

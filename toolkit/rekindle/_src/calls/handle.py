@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
+from rekindle._src.capabilities.guides.request import StructuredText
+from rekindle._src.capabilities.pictures.request import PromptPictures
+from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
@@ -21,10 +24,7 @@ from rekindle._src.core.records import Completion, FinishReason, Status, TextDel
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Submission
-from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.pictures import PromptPictures
-from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
 from rekindle._src.views import html
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed

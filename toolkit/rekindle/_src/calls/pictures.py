@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.calls.prompts import Prompt, from_column, is_missing
+from rekindle._src.capabilities.pictures.request import PICTURES, PicturesLike, PromptPictures, encoded
 from rekindle._src.core import words
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Front, PicturesLike
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capability import KeyedPrompt
-from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.images.thumbnail import Thumbnail
 from rekindle._src.views.html import ImageLike
 from rekindle.errors import InvalidRequest
@@ -251,7 +251,8 @@ def _value(part: Mapping[str, Any]) -> Any:
 
 
 def _reader(front: Front, value: Any) -> PicturesLike:
-    if front.pictures is None:
+    pictures = PICTURES.of(front)
+    if pictures is None:
         problem = f"can't be read: {front.model or 'the model'} reads text alone"
         raise InvalidRequest("images", value, problem, 'Open a model that reads pictures, such as "tiny-vision"')
-    return front.pictures
+    return pictures

@@ -20,15 +20,15 @@ from typing import Any, Literal, Unpack, overload
 from rekindle._src.calls.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.calls.pictures import with_images, with_pictures
 from rekindle._src.calls.prompts import PromptLike, parse, parse_one
+from rekindle._src.capabilities.guides.request import StructuredText
+from rekindle._src.capabilities.pictures.request import PromptPictures
+from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.capabilities import ChatReply
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.pictures import PromptPictures
-from rekindle._src.dispatch.structures import StructuredText
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import InvalidRequest, RekindleError
 

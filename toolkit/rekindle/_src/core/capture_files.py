@@ -4,7 +4,7 @@ A request has a folder of its own within the one it names, and each site and lay
 the array, with lines appended as they arrive, followed by their positions. The header is written last, into room
 that was left for it; once all of it is on disk the file gets its name: one that ends in ".safetensors" is whole.
 Where pictures stand in the prompt is in a file of its own, which comes before them.
-All of this waits for a disk, so `dispatch/capture_writer.py` does it in a thread of the request's own.
+All of this waits for a disk, so `capabilities/captures/writer.py` does it in a thread of the request's own.
 
 `read_changes` reads steering, too, from files of this format.
 """

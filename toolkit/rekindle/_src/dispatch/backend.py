@@ -7,9 +7,10 @@ backend, in addition to the records of rekindle._src.core.records.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -18,13 +19,11 @@ from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.extension import NONE, Extension, Extensions
+from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
-    NewGuide,
     Request,
     Status,
     StepPlan,
@@ -32,14 +31,8 @@ from rekindle._src.core.records import (
     TokenEvent,
 )
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.threads import DeviceThread, Mailbox, OneShot
 from rekindle.errors import RekindleError
-
-if TYPE_CHECKING:
-    from rekindle._src.structured.compilers import Job
-    from rekindle._src.structured.grammar import Reasoning
-    from rekindle._src.structured.spec import Spec
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -150,103 +143,6 @@ def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:
         return None
 
 
-class GrammarLike(Protocol):
-    """A structure that texts can follow: compiled, or in a fleet only described."""
-
-    @property
-    def spec(self) -> Spec: ...
-    def guide(
-        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
-    ) -> NewGuide:
-        """Return a guide for one sequence."""
-        ...
-
-
-class GrammarsLike(Protocol):
-    """The grammars of a front; `find` knows all of them where nothing is compiled."""
-
-    def find(self, spec: Spec) -> GrammarLike | None: ...
-    def begin(self, spec: Spec, caller: str = "") -> Job[Any]: ...
-    def leave(self, job: Job[Any]) -> None: ...
-    def compile(self, spec: Spec, *, patience: float | None = None) -> GrammarLike: ...
-    def close(self) -> None: ...
-
-
-class AdaptersLike(Protocol):
-    """The adapters of a session or a fleet."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    def use(self, value: str | Mapping[str, float]) -> Extension:
-        """Return the extension of a request with this option. Raise `InvalidRequest` for an unknown name."""
-        ...
-
-
-class PicturesLike(Protocol):
-    """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
-
-    @property
-    def marker(self) -> str:
-        """The text that stands for one picture in a prompt, before it is spelled."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """True if a step computes either all or no tokens of a picture."""
-        ...
-
-    @property
-    def token(self) -> int:
-        """The id of the tokens that rows of pictures take the place of."""
-        ...
-
-    def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
-        """Return the pictures in values of the caller. Raises `InvalidRequest` for anything else."""
-        ...
-
-    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
-        """Return a text with one token for each run of rows, from one with a marker for each picture."""
-        ...
-
-    def filled(self, token_ids: IntArray, pictures: Sequence[PictureLike], field: str = "images") -> IntArray:
-        """Return a prompt's token ids with all tokens of its pictures, from ids with one placeholder for each picture.
-
-        Ids that have them all are returned as they are. Raises `InvalidRequest` for another number.
-        """
-        ...
-
-    def counts(self, picture: PictureLike) -> Sequence[int]:
-        """Return the lengths of the runs of rows of a picture."""
-        ...
-
-    def identify(self, picture: PictureLike) -> None:
-        """Decode a picture, so that its digest is known."""
-        ...
-
-    def known(self, picture: PictureLike, salt: str | None) -> bool:
-        """True if the rows of a picture are here, for requests with this salt."""
-        ...
-
-    async def encoded(
-        self, picture: PictureLike, wanted: Callable[[], bool], *, caller: str, salt: str | None
-    ) -> EncodedRows:
-        """Return the rows of a picture. Callers take turns; requests with a salt share rows with that salt alone.
-
-        Raises `RequestAborted` once it is not `wanted`.
-        """
-        ...
-
-    def statistics(self) -> PictureStatistics:
-        """Return the figures of now."""
-        ...
-
-    def use(
-        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]
-    ) -> tuple[IntArray | None, int]:
-        """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
-        ...
-
-
 class Backend(Protocol):
     """Runs requests. It is owned by the host's loop, on which all methods but `close` are called and return at once."""
 
@@ -300,6 +196,33 @@ class Backend(Protocol):
         """Free its resources. Called on the device thread, last of all."""
 
 
+class SessionService(Generic[T]):
+    """One kind of service: an object that a session has for the requests of one capability."""
+
+    __slots__ = ("_close", "name")
+
+    def __init__(self, name: str, *, close: Callable[[T], object] = lambda service: None) -> None:
+        """The host calls `close` on the device thread, after the backend's."""
+        self.name, self._close = name, close
+
+    def of(self, front: Front) -> T | None:
+        """Return a front's service of this kind; None if it has none."""
+        return front.services.get(self)
+
+    def close(self, front: Front) -> None:
+        """Close a front's service of this kind, if it has one."""
+        service = self.of(front)
+        if service is not None:
+            self._close(service)
+
+    def __repr__(self) -> str:
+        return f"<service {self.name}>"
+
+
+Services = Mapping[SessionService[Any], Any]
+NO_SERVICES: Services = MappingProxyType({})
+
+
 class Front(NamedTuple):
     """Takes requests in and returns their text. Tests and tutorials put fakes in place of its parts."""
 
@@ -311,7 +234,6 @@ class Front(NamedTuple):
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
     processors: tuple[str, ...] = ()  # names that requests may use
-    adapters: AdaptersLike | None = None  # usable by requests; None: there can't be any
     # Most characters that one token can stand for, computed at first use; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
@@ -320,15 +242,7 @@ class Front(NamedTuple):
     chat_sampling: Sampling | None = None  # the same of chats
     program_wait: ProgramWait = NO_WAIT  # how long steps waited for programs
     expect_chat: Callable[[], object] = lambda: None  # makes the programs of a first message ahead
-    grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
-    taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
-    think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
-    pictures: PicturesLike | None = None  # reads and encodes pictures; None: the model reads text alone
-
-    @property
-    def steering(self) -> tuple[str, ...]:
-        """The names of changes that requests may use."""
-        return () if self.taps is None else tuple(self.taps.steering)
+    services: Services = NO_SERVICES  # of the capabilities, for their requests
 
     def eos_ids(self, sampling: Sampling) -> frozenset[int]:
         """Return the tokens that end a text on their own; empty with `ignore_eos`."""

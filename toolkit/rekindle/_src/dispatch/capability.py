@@ -1,15 +1,14 @@
 """A capability of requests: what one of them checks at intake, carries with a request, and adds to the output.
 
-Stop strings, log-probabilities, structures, captures and adapters are such; each is one class. Intake and detokenize go
-through `capabilities.Capabilities` in order and name none of them. A new capability overrides the methods that it needs
-and is added to `capabilities.capabilities_of`. What carries on from there reads its extension: a follower in the
-scheduler, entered in `scheduling.followers.FOLLOWERS`, and a `programs.feature.Feature` in the steps.
+Each is one class, in a folder of `capabilities`. Intake and detokenize go through `capabilities.Capabilities` in order
+and name none. What carries on from there reads its extension: a follower in the scheduler, and a
+`programs.feature.Feature` in the steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.records import EmbeddingResult, FinishReason, IntArray, Request, Timings, TokenEvent, Usage
@@ -17,6 +16,8 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 
+R = TypeVar("R")  # what a capability waits for before a request is admitted, such as a compiled grammar; or None
+E = TypeVar("E")  # what a part waits for before its sequence is complete, such as whole files; or None
 Fields = Mapping[str, Any]  # of a `TextDelta` or a `Completion`
 NO_FIELDS: Fields = {}
 
@@ -29,7 +30,7 @@ class SequenceEnd(NamedTuple):
     tokens: list[int]
 
 
-class Part:
+class Part(Generic[E]):
     """A capability's part of one sequence's output. This one adds nothing; it is the base of all others."""
 
     __slots__ = ()
@@ -50,11 +51,11 @@ class Part:
         """Return the fields of a delta of `text` and of the tokens [start, stop)."""
         return NO_FIELDS
 
-    def ending(self, count: int) -> OneShot[Any] | None:
+    def ending(self, count: int) -> OneShot[E] | None:
         """Return the value that the completion of `count` tokens waits for; it is then passed to `take_over`."""
         return None
 
-    def take_over(self, value: Any) -> None:
+    def take_over(self, value: E) -> None:
         """Take what `ending` has waited for."""
 
     def completion(self, end: SequenceEnd) -> Fields:
@@ -77,7 +78,7 @@ class KeyedPrompt(NamedTuple):
     extensions: Extensions = NONE  # what its caller has resolved, as in a submission
 
 
-class Capability:
+class Capability(Generic[R]):
     """A capability that no request uses, and the base of all others."""
 
     def spell(self, submission: Submission, text: str, front: Front) -> str:
@@ -96,10 +97,12 @@ class Capability:
         """True if controls and later submissions go on while it waits: that can take minutes."""
         return False
 
-    async def resource(self, submission: Submission, front: Front) -> Any:
+    async def resource(self, submission: Submission, front: Front) -> R:
         """Wait for a resource that `admit` needs, such as a compiled grammar. Raise the request's error."""
+        nothing: Any = None
+        return nothing
 
-    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> Extension | None:
+    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: R | None) -> Extension | None:
         """Return the extension of a request with this prompt; None if it does not use the capability.
 
         Raise `InvalidRequest` if the request can't be met. The method `resource` has returned the `resource`.

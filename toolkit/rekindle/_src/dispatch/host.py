@@ -48,6 +48,7 @@ from rekindle._src.dispatch.threads import (
 from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
 if TYPE_CHECKING:
+    from rekindle._src.dispatch.capabilities import Capabilities
     from rekindle._src.dispatch.detokenize import Output, Take
 
 
@@ -177,12 +178,13 @@ class Host:
     def __init__(
         self,
         build: Callable[[], Front],
+        capabilities: Callable[[], Capabilities],
         *,
         contexts: Contexts = contextlib.nullcontext,
         backend: str = "asyncio",
         backend_options: dict[str, object] | None = None,
     ) -> None:
-        """Set up; `build` makes front and backend on the device thread."""
+        """Set up; `build` makes front and backend on the device thread. Requests may use the `capabilities`."""
         self.opened: OneShot[Front] = OneShot()
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the backend and so its bounds are known
@@ -190,6 +192,7 @@ class Host:
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
         self._build: Callable[[], Front] | None = build
+        self._capabilities = capabilities
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
@@ -402,7 +405,7 @@ class Host:
             self.opened.fail(error)
             device.stop(1.0)
             return
-        self._dispatch = Dispatch(front, device)
+        self._dispatch = Dispatch(front, device, self._capabilities())
         self.limiter = AdmissionLimiter(front.backend.places)
         front.backend.attach(self._on_backend_lost, self.limiter.resize)
         self.program_wait = front.program_wait
@@ -458,10 +461,11 @@ class Host:
 
     async def _end(self, front: Front, device: DeviceThread) -> None:
         with anyio.move_on_after(CLOSE_SECONDS):
-            for part in (front.backend, front.grammars):
+            closings: list[Callable[[], object]] = [front.backend.close]
+            closings += [partial(service.close, front) for service in front.services]
+            for close in closings:
                 try:
-                    if part is not None:
-                        await device.run(part.close)
+                    await device.run(close)
                 except Exception as error:
                     self._crashed(error)
         device.stop(1.0)
@@ -514,7 +518,7 @@ class Dispatch:
     wait for each other.
     """
 
-    def __init__(self, front: Front, device: DeviceThread) -> None:
+    def __init__(self, front: Front, device: DeviceThread, capabilities: Capabilities) -> None:
         from rekindle._src.dispatch import detokenize, intake  # imported with the engine, in a thread of the session's
 
         self.backend = front.backend
@@ -527,7 +531,7 @@ class Dispatch:
         posts = [self._messages.clone() for _ in range(3)]
         self._streams: tuple[Any, ...] = self._submissions, submitted, self._messages, inbox, events, happened, *posts
         self._tasks = (
-            partial(intake.run, submitted, posts[0], front, self.outputs),
+            partial(intake.run, submitted, posts[0], front, self.outputs, capabilities),
             partial(self.backend.serve, inbox, posts[1], events, device),
             partial(detokenize.run, happened, posts[2], self.outputs),
         )

@@ -21,7 +21,7 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.own_failure import close_each, own_failure
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.dispatch.backend import Control, Drain, Front, ScheduleMessage, Submission, next_waiting
-from rekindle._src.dispatch.capabilities import NO_RESOURCES, Capabilities, Resources, capabilities_of
+from rekindle._src.dispatch.capabilities import NO_RESOURCES, Capabilities, Resources
 from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import PromptTooLong
@@ -37,9 +37,10 @@ async def run(
     outbox: MemoryObjectSendStream[ScheduleMessage],
     front: Front,
     outputs: dict[str, Output],
+    capabilities: Capabilities,
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
-    intake = _Intake(outbox, front, outputs)
+    intake = _Intake(outbox, front, outputs, capabilities)
     async with inbox, outbox:
         async with anyio.create_task_group() as group:
             async for first in inbox:
@@ -67,11 +68,15 @@ def _is_long(submission: Submission) -> bool:
 
 class _Intake:
     def __init__(
-        self, outbox: MemoryObjectSendStream[ScheduleMessage], front: Front, outputs: dict[str, Output]
+        self,
+        outbox: MemoryObjectSendStream[ScheduleMessage],
+        front: Front,
+        outputs: dict[str, Output],
+        capabilities: Capabilities,
     ) -> None:
         self._outbox, self._front, self._outputs = outbox, front, outputs
         self._seeds, self._turns = random.Random(front.config.seed), Turns(AT_ONCE)
-        self._capabilities = capabilities_of()
+        self._capabilities = capabilities
         self.apart = 0  # submissions that are taken in while others go on, because they wait or their prompts are long
         self._none_apart = anyio.Event()
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.names import checked_path
@@ -302,10 +303,11 @@ def _candidates(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 
 
 def facts_of(front: Front) -> TapFacts:
-    if front.taps is None or front.taps.elsewhere:
+    facts = TAPS.of(front)
+    if facts is None or facts.elsewhere:
         fix = "Use a session of one process, in its own process"
         raise InvalidRequest("session", front.model, "has its model in another process", fix)
-    return front.taps
+    return facts
 
 
 class Generates(Protocol):

@@ -20,6 +20,7 @@ from rekindle._src.calls.embedding import texts_shown, usage_so_far
 from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
+from rekindle._src.capabilities.pictures.request import PromptPictures, encoded
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.options import check_batch, refuse_keywords
@@ -28,7 +29,6 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
-from rekindle._src.dispatch.pictures import PromptPictures, encoded
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.views import html, style
 from rekindle.errors import InvalidRequest, MissingExtra

@@ -8,14 +8,16 @@ processes read the same value.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
 
+from rekindle._src.capabilities import ENTRIES
+from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments, SessionPlan
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.drafts.plan import DraftPlan
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
@@ -28,14 +30,9 @@ from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.side_caches import slots_of
-from rekindle._src.programs.taps import session_facts, variants_of
 from rekindle.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from rekindle._src.opening.picture_plan import PicturesPlan
 
 
 class CachePlan(NamedTuple):
@@ -59,8 +56,7 @@ class Blueprint:
     programs: ProgramPlan
     precompile: str  # "all", "background" or "lazy"
     caches: tuple[CachePlan, ...]  # pages first
-    taps: TapFacts | None  # None if nothing can be tapped
-    pictures: PicturesPlan | None  # None if it reads text alone
+    capabilities: tuple[CapabilityPlan, ...]
     drafts: DraftPlan
 
     @property
@@ -78,6 +74,10 @@ class Blueprint:
     def leaves_of(self, model: LoadedModel) -> tuple[Array, ...]:
         """Return the leaves of a model that programs of steps take: without a head of its own, which has its owner."""
         return leaves_of_trunk(model.graph, model.leaves)
+
+    def session(self, show: Callable[[str], None]) -> SessionPlan:
+        """Return the plan that the owners of capabilities are opened from; `show` shows the stage of the opening."""
+        return SessionPlan(self.name, self.config, self.programs, self.precompile, show)
 
     def with_pages(self, pages: int) -> Blueprint:
         """Return the blueprint with so many KV pages on each device, as all processes have room for."""
@@ -133,12 +133,8 @@ class Blueprint:
             "caches": [cache._asdict() for cache in self.caches],
             "pages": pages.layout,
             "sides": [plan.identity(pages).layout for plan in self.programs.sides],
-            "pictures": None if self.pictures is None else self.pictures.identity.hex(),
             "drafter": self.drafts.fingerprint,
-            "taps": self.taps and {site: list(layers) for site, layers in self.taps.sites.items()},
-            "steering": {name: [*map(str, changes)] for name, changes in self.taps.steering.items()}
-            if self.taps
-            else {},
+            **{name: fact for one in self.capabilities for name, fact in one.facts(self.programs).items()},
         }
 
     def __eq__(self, other: object) -> bool:
@@ -157,11 +153,14 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
             f"its own. Open that model, with drafts={source.name!r}."
         )
     options, placement = source.placed(request.config)
-    pictures = source.pictures(options)
+    arguments = OpenArguments(
+        options, request.taps, request.steering, request.adapters, request.merge, source.checkpoint
+    )
+    capabilities = tuple(one for entry in ENTRIES if (one := entry.plan(arguments)) is not None)
     drafts = source.drafts
     trunk = trunk_of(graph, drafts.pages)
     programmed = placement.of(trunk)
-    weight_bytes = source.added_bytes(placement) + (0 if pictures is None else pictures.device_bytes)
+    weight_bytes = source.added_bytes(placement) + sum(one.device_bytes for one in capabilities)
     config = resolve(
         options,
         trunk.config,
@@ -178,13 +177,12 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         of_one_shard(config, placement.data),
         programmed,
         tuple(request.processors),
-        tuple(request.taps),
-        ahead=variants_of(request.steering)
-        | (ProgramVariant.ADAPTERS if request.adapters else PLAIN_VARIANT)
-        | (PLAIN_VARIANT if pictures is None else ProgramVariant.PICTURES),
+        capabilities,
         name="" if source.folder is None else readable_name(source.folder),
         drafter=drafts.programs,
     )
+    for one in capabilities:
+        one.check(programs)
     precompile = precompiles(config.precompile)
     if precompile == "background" and graph.config.only_embeds:
         precompile = "lazy"  # of the programs that are made ahead, it needs none
@@ -196,8 +194,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         programs,
         precompile,
         _caches(config, programs, drafts),
-        session_facts(trunk.config, config, request.taps, request.steering),
-        pictures,
+        capabilities,
         drafts,
     )
 

@@ -14,10 +14,10 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 import jax
 
+from rekindle._src.capabilities.plans import Owner
 from rekindle._src.core import shared_cache
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
@@ -27,23 +27,18 @@ from rekindle._src.execution.drafting import NO_WORKER
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
-from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.opening.blueprint import Blueprint, blueprint
 from rekindle._src.opening.cache import SessionCache, check_snapshot
-from rekindle._src.opening.device import ModelDevice, weights_in_words
+from rekindle._src.opening.device import ModelDevice, Sleeper, weights_in_words
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.source import source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
-from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, unavailable_reason
-
-if TYPE_CHECKING:
-    from rekindle._src.opening.pictures import SessionPictures
 
 log = logging.getLogger("rekindle.engine")
 
@@ -56,8 +51,7 @@ def build(request: OpenRequest) -> Front:
         check_snapshot(request.config)  # before anything is loaded
         source = source_of(request)
         plan = peers.agreed(blueprint(request, source), source, others.agreement)
-        adapters = AdapterShelf.open(plan, request.adapters, request.show)  # before anything takes long
-        merging = None if request.merge is None else adapters.merging(request.merge)
+        capabilities = _owners(plan, request, owners, None)  # before anything takes long
         programs = owners.enter_context(closing(SessionPrograms.open(plan, request.shown, request.contexts)))
         vocabulary = Vocabulary.begin(plan)
         request.show("weights")
@@ -67,9 +61,9 @@ def build(request: OpenRequest) -> Front:
         others.begin(programs.all, request.show)  # when all processes have their weights
         programs.wait_for_kernels(request.show)
         _say_what_is_slow(weights_in_words(weights.model, plan), plan)
-        if merging is not None:
-            request.show("merging an adapter")
-            weights.change(merging)
+        for change in [owner.change for owner in capabilities if owner.change is not None]:
+            request.show(change.stage)
+            weights.change(change.change)
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
         opening = DraftOpening(programs.all, request.show, cache.lose_drafts, lambda: weights.model)
         drafter = plan.drafts.open(opening)
@@ -90,29 +84,30 @@ def build(request: OpenRequest) -> Front:
         request.show("vocabulary")
         tokenizer = vocabulary.tokenizer()
         plan.drafts.check(tokenizer)
-        pictures = _pictures(plan, tokenizer, owners)
+        capabilities += _owners(plan, request, owners, tokenizer)
         request.show("programs")
         programs.opened()
         cache.opened()
-        sleepers = [one for one in (pictures, drafter) if one is not None]
+        sleepers: list[Sleeper] = [*capabilities, *([] if drafter is None else [drafter])]
         swapped = () if drafter is None else (drafter.swapped,)
         device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers, swapped)
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
-            adapters=adapters, program_wait=runner.program_wait, pictures=pictures
+            program_wait=runner.program_wait,
+            services={kind: service for owner in capabilities for kind, service in owner.services.items()},
         )
         device.owners = owners.pop_all()
         return front
 
 
-def _pictures(plan: Blueprint, tokenizer: Tokenizer, owners: contextlib.ExitStack) -> SessionPictures | None:
-    """Return the picture reader; None for text-only models."""
-    if plan.pictures is None:
-        return None
-    from rekindle._src.opening.pictures import SessionPictures
-
-    pictures = SessionPictures.open(plan, tokenizer)
-    return None if pictures is None else owners.enter_context(closing(pictures))
+def _owners(
+    plan: Blueprint, request: OpenRequest, owners: contextlib.ExitStack, tokenizer: Tokenizer | None
+) -> list[Owner]:
+    """Open the owners of capabilities: without the tokenizer the early ones, and with it the others."""
+    session = plan.session(request.show)
+    plans = [one for one in plan.capabilities if one.early == (tokenizer is None)]
+    opened = [owner for one in plans if (owner := one.open(session, tokenizer)) is not None]
+    return [owners.enter_context(closing(owner)) for owner in opened]
 
 
 def attach_caches(config: EngineConfig) -> None:
@@ -146,9 +141,6 @@ def _front(
         embedder=embedder,
         chat=chat,
         model=plan.name,
-        grammars=Grammars(tokenizer, model.vocab_size) if tokenizer.has_text else None,
-        taps=plan.taps,
-        think_ids=tokenizer.pair("<think>", "</think>"),
         processors=tuple(processor.name for processor in plan.programs.processors),
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )

@@ -29,7 +29,6 @@ from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rekindle._src.drafts.checkpoint import Target
-    from rekindle._src.opening.picture_plan import PicturesPlan
 
 Leaves = tuple[jax.ShapeDtypeStruct, ...]
 Brought = Callable[[Path], MappedWeights | None]
@@ -43,6 +42,7 @@ class ModelSource(abc.ABC):
     fingerprint: str  # of config and weights
     graph: Graph
     drafts: DraftPlan = DraftPlan()  # what drafts for it
+    checkpoint: CheckpointPlan | None = None  # None for a model in memory
 
     @abc.abstractmethod
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
@@ -55,10 +55,6 @@ class ModelSource(abc.ABC):
     @abc.abstractmethod
     def added_bytes(self, placement: Placement) -> int:
         """Return the bytes of memory that putting its weights there takes on each device."""
-
-    @abc.abstractmethod
-    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
-        """Return how it reads pictures; None if it reads text alone."""
 
     @abc.abstractmethod
     def load(
@@ -75,7 +71,7 @@ class CheckpointSource(ModelSource):
     """A checkpoint with its headers read."""
 
     def __init__(self, name: str, plan: CheckpointPlan) -> None:
-        self.name, self.plan = name, plan
+        self.name, self.plan, self.checkpoint = name, plan, plan
         self.folder, self.fingerprint, self.graph = plan.found.folder, plan.fingerprint, plan.graph
 
     @classmethod
@@ -106,13 +102,6 @@ class CheckpointSource(ModelSource):
 
     def added_bytes(self, placement: Placement) -> int:
         return placement.bytes_per_device(self.plan.shapes)
-
-    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
-        if self.plan.found.stored.others is None:
-            return None
-        from rekindle._src.opening.picture_plan import pictures_plan  # it imports a lot
-
-        return pictures_plan(self.plan, config)
 
     def load(
         self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
@@ -149,9 +138,6 @@ class MemorySource(ModelSource):
     def added_bytes(self, placement: Placement) -> int:
         return 0 if self._is_on(placement) else placement.bytes_per_device(self._shapes)
 
-    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
-        return None
-
     def load(
         self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None
     ) -> LoadedModel:
@@ -181,9 +167,6 @@ class ShapeSource(ModelSource):
 
     def added_bytes(self, placement: Placement) -> int:
         return placement.bytes_per_device(self._shapes)
-
-    def pictures(self, config: EngineConfig) -> PicturesPlan | None:
-        return None
 
     def load(
         self, placement: Placement, progress: Report | None = None, brought: Brought = lambda kept: None

@@ -2,7 +2,7 @@
 
 Log-probabilities, penalties, processors, pooling and masks are features, each of them one class.
 The modules that pack, run and read steps go through the session's `features.Features` in order and name none of them.
-A new feature overrides the methods that it needs, and is added to `features.features_of`.
+A new feature overrides the methods that it needs, and is in the `features` of its capability's plan.
 
 Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W pages of a sequence, V vocabulary.
 """

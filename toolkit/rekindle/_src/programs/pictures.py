@@ -63,7 +63,7 @@ class Pictures(Feature["Array | None", PictureRows]):
         return self._operands
 
     @property
-    def operand_shapes(self) -> Any:
+    def operand_shapes(self) -> object:
         return jax.eval_shape(lambda: self._none(1))
 
     def _none(self, shards: int) -> PictureRows:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import operator
+from collections.abc import Mapping, Sequence
 
 import jax
 
@@ -11,15 +13,30 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
-from rekindle._src.programs.adapters import adapter_features
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftPrograms
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.pictures import Pictures
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
-from rekindle._src.programs.taps import tap_features
-from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_processors
+from rekindle._src.programs.user_functions import LogitsProcessor, check_processors
+
+
+class ProgramAddition:
+    """An addition to the programs of a session. This one adds nothing; it is the base of all others."""
+
+    @property
+    def ahead(self) -> ProgramVariant:
+        """The variants of programs that are made ahead although most sessions make them as needed."""
+        return PLAIN_VARIANT
+
+    @property
+    def key(self) -> Mapping[str, object]:
+        """Further fields of the digest that programs are stored under."""
+        return {}
+
+    def features(self, plan: ProgramPlan) -> Sequence[Feature]:
+        """Return the features of steps that it adds."""
+        return ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,18 +49,26 @@ class ProgramPlan:
     config: EngineConfig  # resolved, of one data shard
     placement: Placement
     processors: tuple[LogitsProcessor, ...] = ()
-    taps: tuple[Tap, ...] = ()
-    ahead: ProgramVariant = PLAIN_VARIANT  # its programs are made ahead although most sessions make them as needed
+    parts: tuple[ProgramAddition, ...] = ()  # of capabilities, in their order
     name: str = ""  # the model's in `rekindle cache ls`
     drafter: DraftPrograms = NO_DRAFTS
 
     @property
+    def ahead(self) -> ProgramVariant:
+        """The variants of its parts that are made ahead."""
+        return functools.reduce(operator.or_, (part.ahead for part in self.parts), PLAIN_VARIANT)
+
+    @property
     def features(self) -> Features:
         """The features of its steps."""
-        return session_features(
-            self.model, self.graph, self.config, self.placement,
-            processors=self.processors, taps=self.taps, ahead=self.ahead, drafter=self.drafter,
-        )  # fmt: skip
+        sides, precision = self.sides, self.graph.precision
+        more: list[Feature] = [feature for part in self.parts for feature in part.features(self)]
+        more += [plan.feature(number) for number, plan in enumerate(sides)]
+        if any(plan.spare for plan in sides):
+            more.append(DraftChains())
+        more += self.drafter.features()
+        processors = check_processors(self.processors)
+        return features_of(processors, self.model.vocab_size, *more, deterministic=precision.deterministic)
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:
@@ -68,33 +93,7 @@ class ProgramPlan:
             "sides": slots_of(self.sides),
             "spare": {plan.name: plan.spare for plan in self.sides if plan.spare},
             "processors": [processor.key for processor in self.processors],
-            "taps": [tap.key for tap in self.taps],
             **self.drafter.facts(),
             **self.placement.key(),
+            **{name: value for part in self.parts for name, value in part.key.items()},
         }
-
-
-def session_features(
-    model: ModelConfig,
-    graph: Graph,
-    config: EngineConfig,
-    placement: Placement,
-    *,
-    processors: Sequence[LogitsProcessor] = (),
-    taps: Sequence[Tap] = (),
-    ahead: ProgramVariant = PLAIN_VARIANT,
-    drafter: DraftPrograms = NO_DRAFTS,
-) -> Features:
-    """Return the features of steps of this model with these options of a session."""
-    sides = side_caches(model, config, placement)
-    more: list[Feature] = [*adapter_features(graph, config, placement, ahead)]
-    if model.pictures is not None:
-        early = ProgramVariant.PICTURES in ahead
-        more.append(Pictures(model, config, graph.precision.stream, placement.data, ahead=early))
-    more += tap_features(model, config, placement, taps, ahead)
-    more += [plan.feature(number) for number, plan in enumerate(sides)]
-    if any(plan.spare for plan in sides):
-        more.append(DraftChains())
-    more += drafter.features()
-    deterministic = graph.precision.deterministic
-    return features_of(check_processors(processors), model.vocab_size, *more, deterministic=deterministic)

@@ -53,7 +53,7 @@ from rekindle._src.programs.features import Features
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
-from rekindle._src.programs.plan import ProgramPlan, session_features
+from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.side_caches import side_caches
@@ -233,13 +233,13 @@ class Programs:
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        `features` default to a session's without options of its caller.
+        `features` default to those of sessions without capabilities.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         single = traits(graph.precision.implementation).single_rows
         self.sides = side_caches(model, config, placement)
-        self.features = features or session_features(model, graph, config, placement, drafter=drafter)
+        self.features = features or ProgramPlan(model, graph, (), config, placement, drafter=drafter).features
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         keeps = drafter.reads is not None
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)

@@ -62,7 +62,8 @@ JAX_OPTIONS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
     "jax_numpy_dtype_promotion", "jax_debug_nans", "jax_debug_infs", "jax_disable_jit", "jax_platforms",
 )  # fmt: skip
-SOURCES = ("models", "programs", "execution", "drafts")  # folders of the toolkit; the kernels are added as a whole
+# Folders of the toolkit; the kernels are added as a whole.
+SOURCES = ("models", "programs", "execution", "drafts", "capabilities")
 
 
 def config_fields(config: EngineConfig) -> dict[str, object]:

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.adapters.request import ADAPTERS
+from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
@@ -19,7 +23,7 @@ from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.backend import Front, SessionService
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
@@ -60,10 +64,11 @@ class Fleet(OpenModel):
     @classmethod
     def attached(cls, host: Host, front: Front, router: str) -> Self:
         assert isinstance(front.backend, FleetBackend), "a fleet runs its requests in replicas"
-        assert isinstance(front.adapters, FleetAdapters), "its replicas load them"
+        adapters = ADAPTERS.of(front)
+        assert isinstance(adapters, FleetAdapters), "its replicas load them"
         fleet = cls.__new__(cls)
         fleet._router = router
-        fleet._host, fleet._front, fleet._backend, fleet._adapters = host, front, front.backend, front.adapters
+        fleet._host, fleet._front, fleet._backend, fleet._adapters = host, front, front.backend, adapters
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -221,7 +226,7 @@ class FleetOpening(Call[Fleet]):
 
     async def _result(self) -> Fleet:
         if self._fleet is None:
-            host = Host(self._build)
+            host = Host(self._build, capabilities_of)
             host.start()
             try:
                 self._fleet = Fleet.attached(host, await host.opened.get(), self._router)
@@ -238,9 +243,16 @@ class FleetOpening(Call[Fleet]):
         # `map` sends as many rows of a table as can run at once.
         config = dataclasses.replace(info.config, max_requests=len(parts.connections) * info.config.max_requests)
         backend = FleetBackend(parts, router_named(self._router), hang=self._hang, size=self._size)
+        services: dict[SessionService[Any], Any] = {
+            ADAPTERS: FleetAdapters(backend),
+            TAPS: TapFacts.of_another_process(info.steering),
+        }
+        if tokenizer.has_text:
+            services[GRAMMARS] = RemoteGrammars()
+        if info.think_ids is not None:
+            services[THINK_IDS] = info.think_ids
         return Front(
             backend=backend,
-            adapters=FleetAdapters(backend),
             tokenizer=tokenizer,
             detokenizer=real_detokenizer(tokenizer),
             config=config,
@@ -248,14 +260,12 @@ class FleetOpening(Call[Fleet]):
             chat=info.chat,
             model=self._model,
             processors=info.processors,
-            taps=TapFacts.of_another_process(info.steering),
             characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
             longest=info.longest,
             embedder=info.embedder,
             sampling=info.sampling,
             chat_sampling=info.chat_sampling,
-            grammars=RemoteGrammars() if tokenizer.has_text else None,
-            think_ids=info.think_ids,
+            services=services,
         )
 
     def __repr__(self) -> str:

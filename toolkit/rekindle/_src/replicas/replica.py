@@ -22,12 +22,14 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.captures.request import steering_of
+from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS, GrammarLike, compiled_grammar
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
-from rekindle._src.dispatch.backend import Front, GrammarLike, Submission
-from rekindle._src.dispatch.capabilities import Capabilities, capabilities_of
-from rekindle._src.dispatch.structures import compiled_grammar
+from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
 from rekindle._src.kvcache.sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.kvcache.tiers.host import HostHold
@@ -199,7 +201,7 @@ class Replica:
             self._pulls.pull_first(request, pages, relay)
 
     async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> GrammarLike:
-        grammars, spec = self._client.front.grammars, remote.spec
+        grammars, spec = GRAMMARS.of(self._client.front), remote.spec
         if grammars is None:
             raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
         caller = request.caller or request.sampling.salt or ""
@@ -259,9 +261,9 @@ def _info_of(client: Client) -> ReplicaInfo:
         longest=front.longest,
         sampling=front.sampling,
         chat_sampling=front.chat_sampling,
-        think_ids=front.think_ids,
+        think_ids=THINK_IDS.of(front),
         processors=front.processors,
-        steering=front.steering,
+        steering=steering_of(front),
         places=client.host.limiter.places,
         pid=os.getpid(),
         host=socket.gethostname(),

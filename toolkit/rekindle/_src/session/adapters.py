@@ -7,16 +7,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rekindle._src.capabilities.adapters.owner import AdapterShelf
+from rekindle._src.capabilities.adapters.request import ADAPTERS
 from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters.adapter import Adapter
-from rekindle._src.opening.adapters import AdapterShelf
 from rekindle._src.session.client import Client
 from rekindle.errors import CheckpointError, ConfigError, RequestAborted
 
 
 def names(client: Client) -> tuple[str, ...]:
     """Return the names of the adapters that requests may use."""
-    adapters = client.front.adapters
+    adapters = ADAPTERS.of(client.front)
     return () if adapters is None else adapters.names
 
 
@@ -55,7 +56,7 @@ async def unload(client: Client, name: str) -> None:
 
 def _shelf(client: Client) -> AdapterShelf:
     client.host.check()
-    shelf = client.front.adapters
+    shelf = ADAPTERS.of(client.front)
     if shelf is None:
         raise ConfigError("adapter", None, "can't be used in this session", "Open one with rekindle.open")
     assert isinstance(shelf, AdapterShelf), "a session's own"

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import Completion, mask_words
 from rekindle._src.dispatch.backend import Front
@@ -58,19 +59,19 @@ def allowed_tokens(front: Front, source: Completion | Any, at: int | None) -> Al
         raise InvalidRequest("at", at, f"is outside of the {len(token_ids)} tokens", f"Use 0 to {len(token_ids)}")
     from rekindle._src.structured.spec import structure_of  # with which schemas are read
 
-    structure = structure_of(source.sampling)
-    if structure is None or front.grammars is None:
+    structure, grammars = structure_of(source.sampling), GRAMMARS.of(front)
+    if structure is None or grammars is None:
         raise InvalidRequest(
             "request", source.id, "has no structure", "Pass schema, regex, choice, grammar or json=True"
         )
     eos = frozenset() if source.sampling.ignore_eos else frozenset(front.tokenizer.eos_ids)
-    guide = front.grammars.compile(structure.spec).guide(eos)
+    guide = grammars.compile(structure.spec).guide(eos)
     prompt = source.prompt_token_ids
     decode = front.tokenizer.decode
     prefix = [*prompt[len(prompt) - source.covered :], *token_ids[:at]]
     sampled = decode([token_ids[at]], skip_special_tokens=False) if at < len(token_ids) else None
     mask = np.zeros(mask_words(front.vocab_size), np.int32)
-    for token in _behind_reasoning(prefix, front.think_ids, at):
+    for token in _behind_reasoning(prefix, THINK_IDS.of(front), at):
         if guide.ended or guide.consume(token).problem:
             raise InvalidRequest("at", at, "lies after the end of the structured text", "Use a smaller one")
     ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)

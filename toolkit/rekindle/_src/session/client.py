@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from rekindle._src.calls.pictures import keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
+from rekindle._src.capabilities import capabilities_of
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import interrupted
@@ -21,7 +22,6 @@ from rekindle._src.core.records import PageMove, Request, WaitingRequest
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
-from rekindle._src.dispatch.capabilities import capabilities_of
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import OneShot

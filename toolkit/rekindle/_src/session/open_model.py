@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeVar, cast
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.embedding import EmbeddingMethods
 from rekindle._src.calls.rows import RowMapping
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.foreign_calls import SESSION, ForeignClass, ForeignNames
 from rekindle._src.core.sampling import Sampling
@@ -95,7 +96,7 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests, metac
     @property
     def reads_pictures(self) -> bool:
         """True if a prompt may have pictures."""
-        return self._front.pictures is not None
+        return PICTURES.of(self._front) is not None
 
     @property
     def compiling(self) -> str:

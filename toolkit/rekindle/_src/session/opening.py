@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.calls.call import Call
+from rekindle._src.capabilities import capabilities_of
 from rekindle._src.core.activity import Activity, in_notebook
 from rekindle._src.core.cell_errors import explain_cell_errors
 from rekindle._src.core.config import EngineConfig, OpenOptions
@@ -52,7 +53,7 @@ class Opening(Call["Session"]):
 
     async def _result(self) -> Session:
         if self._session is None:
-            host = Host(self._build, contexts=self._contexts)
+            host = Host(self._build, capabilities_of, contexts=self._contexts)
             host.start()
             try:
                 with self._progress or contextlib.nullcontext():

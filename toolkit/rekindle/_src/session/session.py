@@ -17,13 +17,16 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.calls.requests import Images
+from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.guides.request import GRAMMARS
+from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Front, StepOnce, StepOutcome
+from rekindle._src.dispatch.backend import Front, SessionService, StepOnce, StepOutcome
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
 from rekindle._src.dispatch.threads import OneShot, run_sync
@@ -99,6 +102,9 @@ class Session(OpenModel, RolloutRequests):
         """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
         from rekindle._src.structured.grammar import Grammars
 
+        services: dict[SessionService[Any], Any] = {}
+        if isinstance(tokenizer, Tokenizer):
+            services[GRAMMARS] = Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
         real: Any = tokenizer  # a fake one has what detokenizing asks for
         front = Front(
             Engine(scheduler, runner, config),
@@ -108,11 +114,9 @@ class Session(OpenModel, RolloutRequests):
             vocab_size if vocab_size is not None else tokenizer.vocab_size,
             chat,
             model,
-            grammars=Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
-            if isinstance(tokenizer, Tokenizer)
-            else None,
+            services=services,
         )
-        host = Host(lambda: front)
+        host = Host(lambda: front, capabilities_of)
         host.start()
         self._attach(host, wait(host.opened))
 
@@ -144,7 +148,7 @@ class Session(OpenModel, RolloutRequests):
         """Return a snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
         from rekindle._src.session.stats import SessionStats  # a first token needs none of the reports
 
-        limiter, engine = self._host.limiter, self._engine
+        limiter, engine, pictures = self._host.limiter, self._engine, PICTURES.of(self._front)
 
         def snapshot() -> SessionStats:
             scheduler: Any = engine.scheduler.statistics()
@@ -159,7 +163,7 @@ class Session(OpenModel, RolloutRequests):
                 runner=runner,
                 mesh=engine.device.mesh,
                 collective_seconds=engine.device.collective_seconds(runner.programs),
-                pictures=None if self._front.pictures is None else self._front.pictures.statistics(),
+                pictures=None if pictures is None else pictures.statistics(),
                 **engine.watchdog.figures()._asdict(),
             )
 

@@ -9,10 +9,10 @@ from hashlib import sha256
 
 import numpy as np
 
+from rekindle._src.capabilities.pictures.encoder import Rows
+from rekindle._src.capabilities.pictures.reading import framed
 from rekindle._src.core.pictures import EncodedRows, RowsOrigin
 from rekindle._src.core.store import Store
-from rekindle._src.opening.picture_encoder import Rows
-from rekindle._src.opening.picture_plan import framed
 
 
 class KeptRows:

@@ -15,19 +15,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rekindle._src.capabilities.pictures.encoder import PictureEncoder, Rows
+from rekindle._src.capabilities.pictures.kept_rows import KeptRows
+from rekindle._src.capabilities.pictures.reading import EncoderPlan, framed
+from rekindle._src.capabilities.pictures.request import PICTURES
+from rekindle._src.capabilities.pictures.stages import PictureStages
+from rekindle._src.capabilities.plans import Owner, SessionPlan
 from rekindle._src.core import words
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
+from rekindle._src.dispatch.backend import Services
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
 from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
-from rekindle._src.opening.blueprint import Blueprint
-from rekindle._src.opening.kept_rows import KeptRows
-from rekindle._src.opening.picture_encoder import PictureEncoder, Rows
-from rekindle._src.opening.picture_plan import framed
-from rekindle._src.opening.picture_stages import PictureStages
 from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
@@ -120,7 +122,7 @@ class RowEncoder(Protocol):
     def close(self) -> None: ...
 
 
-class SessionPictures:
+class SessionPictures(Owner):
     """Reads and encodes the pictures of requests. Its methods may be called in any thread."""
 
     def __init__(
@@ -152,17 +154,15 @@ class SessionPictures:
         self.encoded_pictures = 0
 
     @classmethod
-    def open(cls, plan: Blueprint, tokenizer: Tokenizer) -> SessionPictures | None:
+    def open(cls, pictures: EncoderPlan, plan: SessionPlan, tokenizer: Tokenizer) -> SessionPictures | None:
         """Return the picture reader of a session; None if its tokenizer has no token that marks a picture's places."""
-        pictures = plan.pictures
-        assert pictures is not None, "its blueprint has a plan"
         name = pictures.processor.image_token
         ids = tokenizer.encode(name, add_special_tokens=False) if tokenizer.has_text else []
         if len(ids) != 1:
             log.warning("pictures can't be read: the tokenizer of %s has no token %s", plan.name, name)
             return None
         config, merge = plan.config, 0
-        if any(rope.sections for rope in plan.model.ropes):
+        if any(rope.sections for rope in plan.programs.model.ropes):
             merge = pictures.tower.graph.config.merge
         store = None
         if config.disk_memory:
@@ -171,7 +171,7 @@ class SessionPictures:
         kept = KeptRows(config.host_memory // SHARE, store)
         encoder = PictureEncoder.open(pictures, plan.programs)
         encoder.make_ahead(plan.precompile)
-        spec = plan.model.pictures
+        spec = plan.programs.model.pictures
         assert spec is not None, "it has a plan for them"
         return cls(
             pictures.processor,
@@ -183,6 +183,10 @@ class SessionPictures:
             whole=spec.both_ways != "no",
             tokenizer=tokenizer,
         )
+
+    @property
+    def services(self) -> Services:
+        return {PICTURES: self}
 
     @property
     def compilations(self) -> int:

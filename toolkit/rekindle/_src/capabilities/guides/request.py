@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
@@ -15,18 +15,47 @@ from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, NewGuide, Request, TokenEvent
 from rekindle._src.core.reply import DeferredParse
 from rekindle._src.core.report_kinds import GUIDED
-from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike, Submission
+from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
 from rekindle.errors import InvalidRequest, NotParsed, NotParsedReason, RequestAborted
 
 if TYPE_CHECKING:
+    from rekindle._src.structured.compilers import Job
     from rekindle._src.structured.grammar import Reasoning
     from rekindle._src.structured.spec import Spec, Structure
 
 PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
 _LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
 _NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
+
+
+class GrammarLike(Protocol):
+    """A structure that texts can follow: compiled, or in a fleet only described."""
+
+    @property
+    def spec(self) -> Spec: ...
+    def guide(
+        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+    ) -> NewGuide:
+        """Return a guide for one sequence."""
+        ...
+
+
+class GrammarsLike(Protocol):
+    """The grammars of a front; `find` knows all of them where nothing is compiled."""
+
+    def find(self, spec: Spec) -> GrammarLike | None: ...
+    def begin(self, spec: Spec, caller: str = "") -> Job[Any]: ...
+    def leave(self, job: Job[Any]) -> None: ...
+    def compile(self, spec: Spec, *, patience: float | None = None) -> GrammarLike: ...
+    def close(self) -> None: ...
+
+
+# Of models with texts.
+GRAMMARS: SessionService[GrammarsLike] = SessionService("grammars", close=lambda grammars: grammars.close())
+# Tokens around the reasoning of models that have them.
+THINK_IDS: SessionService[tuple[int, int]] = SessionService("think ids")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +66,12 @@ class StructuredText(Extension):
     covered: int = 0  # tokens at the prompt's end that belong to it already, as in a fork
 
 
-class StructureIntake(Capability):
+class StructureIntake(Capability["GrammarLike | None"]):
     """A schema, an expression, a grammar or a list of choices, and tokens that may not come."""
 
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if the grammar has to be compiled."""
-        text, grammars = submission.extensions.get(StructuredText), front.grammars
+        text, grammars = submission.extensions.get(StructuredText), GRAMMARS.of(front)
         return text is not None and grammars is not None and grammars.find(text.structure.spec) is None
 
     async def resource(self, submission: Submission, front: Front) -> GrammarLike | None:
@@ -51,11 +80,12 @@ class StructureIntake(Capability):
         if text is None:
             return None
         spec: Spec = text.structure.spec
-        if front.grammars is None:
+        grammars = GRAMMARS.of(front)
+        if grammars is None:
             raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
         mailbox = submission.mailbox
         caller = submission.caller or submission.sampling.salt or ""
-        return await compiled_grammar(front.grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
+        return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: GrammarLike | None
@@ -157,11 +187,12 @@ def after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[
 
 def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | None:
     """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
-    if front.think_ids is None:
+    think_ids = THINK_IDS.of(front)
+    if think_ids is None:
         return None
     from rekindle._src.structured.grammar import Reasoning  # few requests need it
 
-    opens, closes = front.think_ids
+    opens, closes = think_ids
     place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
     if place is not None and prompt[place] == opens:
         return Reasoning(opens, closes, inside=True)
@@ -173,11 +204,12 @@ def _structured(text: StructuredText, request: Request, front: Front) -> TextStr
     """Return the parser of a structured text, with the part of the prompt that the structure covers."""
     ids = request.token_ids
     before = ids[len(ids) - text.covered :].tolist()
-    closes = None if front.think_ids is None else front.tokenizer.decode(front.think_ids[1:], skip_special_tokens=False)
+    think_ids = THINK_IDS.of(front)
+    closes = None if think_ids is None else front.tokenizer.decode(think_ids[1:], skip_special_tokens=False)
     return TextStructure(text.structure, before, front.tokenizer.decode, closes)
 
 
-class GuideOutput(Part):
+class GuideOutput(Part[None]):
     """The reports of a sequence's guide, and the object that its text describes if it has a structure."""
 
     __slots__ = ("_guided", "_structured")

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import anyio
 
+from rekindle._src.capabilities.captures.writer import CaptureWriter, Doors
 from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.captured import Backlog, Captured, CapturedPart
 from rekindle._src.core.pictures import PictureRun, PictureUse
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
 from rekindle._src.core.report_kinds import CAPTURED
-from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps, resolve
-from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps, TapFacts, resolve
+from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
-from rekindle._src.dispatch.capture_writer import CaptureWriter, Doors
 from rekindle._src.dispatch.threads import Mailbox, OneShot
 from rekindle.errors import InvalidRequest
 
 PATIENCE = 10.0  # seconds that a request waits for its folder
 LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
 
+TAPS: SessionService[TapFacts] = SessionService("taps")  # what requests may read and change inside the model
 
-class TapIntake(Capability):
+
+def steering_of(front: Front) -> tuple[str, ...]:
+    """Return the names of changes that requests may use."""
+    facts = TAPS.of(front)
+    return () if facts is None else tuple(facts.steering)
+
+
+class TapIntake(Capability[None]):
     """The taps of a request: captures, changes and functions of the session."""
 
     def __init__(self) -> None:
@@ -34,11 +41,13 @@ class TapIntake(Capability):
         capture = submission.sampling.capture
         return capture is not None and capture.into is not None
 
-    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: Any) -> RequestTaps | None:
+    def admit(self, submission: Submission, token_ids: IntArray, front: Front, resource: None) -> RequestTaps | None:
         sampling = submission.sampling
         if not sampling.looks_inside:
             return None
-        tapped = resolve(sampling.capture, sampling.steer, sampling.patch, len(token_ids), front.taps, sampling.taps)
+        tapped = resolve(
+            sampling.capture, sampling.steer, sampling.patch, len(token_ids), TAPS.of(front), sampling.taps
+        )
         if tapped is None or tapped.into is None or not tapped.keys:
             return tapped
         return dataclasses.replace(tapped, backlog=Backlog())
@@ -48,7 +57,7 @@ class TapIntake(Capability):
         if not sampling.looks_inside:
             return None
         length = len(prompt.token_ids)
-        return resolve(sampling.capture, sampling.steer, sampling.patch, length, front.taps, sampling.taps)
+        return resolve(sampling.capture, sampling.steer, sampling.patch, length, TAPS.of(front), sampling.taps)
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         tapped = request.extensions.get(RequestTaps)
@@ -70,7 +79,7 @@ def _end(request: Request, count: int) -> int:
     return request.prompt_length + max(0, count - 1)
 
 
-class CaptureOutput(Part):
+class CaptureOutput(Part[None]):
     """Captures that are delivered as they come."""
 
     __slots__ = ("_delivered", "_parts", "_pictures", "_request", "_tapped")
@@ -95,7 +104,7 @@ class CaptureOutput(Part):
         return Captured.joined(self._parts[first:], self._tapped.layers, self._pictures)
 
 
-class CaptureFileOutput(Part):
+class CaptureFileOutput(Part[Captured]):
     """Captures that are written into a folder as they come; the completion waits until its files are whole."""
 
     __slots__ = ("_captured", "_doors", "_request", "_writer")

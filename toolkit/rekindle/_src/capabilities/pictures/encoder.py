@@ -10,10 +10,10 @@ from typing import Any
 import jax
 from numpy.typing import NDArray
 
+from rekindle._src.capabilities.pictures.reading import EncoderPlan
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
-from rekindle._src.opening.picture_plan import PicturesPlan
 from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
@@ -30,7 +30,7 @@ class PictureEncoder:
     falls asleep is begun anew when it wakes.
     """
 
-    def __init__(self, plan: PicturesPlan, programs: EncodingPrograms, device: jax.Device | None = None) -> None:
+    def __init__(self, plan: EncoderPlan, programs: EncodingPrograms, device: jax.Device | None = None) -> None:
         self._plan, self.programs, self._device = plan, programs, device  # None: the default one
         self._leaves: tuple[Any, ...] = ()
         self._busy = threading.Lock()
@@ -39,7 +39,7 @@ class PictureEncoder:
         self._making: threading.Thread | None = None
 
     @classmethod
-    def open(cls, plan: PicturesPlan, programs: ProgramPlan) -> PictureEncoder:
+    def open(cls, plan: EncoderPlan, programs: ProgramPlan) -> PictureEncoder:
         """Return the encoder of a session; its programs are stored with the programs of the session's steps."""
         kept = ExecutableStore(programs.config.cache_folder / "programs")
         key = digest({**programs.fields, "pictures": repr(plan.tower.graph)})

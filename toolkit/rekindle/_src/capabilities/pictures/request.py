@@ -3,19 +3,87 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureUse
+from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureStatistics, PictureUse
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.backend import Front, PicturesLike, Submission
+from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong
+
+
+class PicturesLike(Protocol):
+    """The pictures of a session: how prompts spell them, and the encoder that makes rows of them."""
+
+    @property
+    def marker(self) -> str:
+        """The text that stands for one picture in a prompt, before it is spelled."""
+        ...
+
+    @property
+    def whole(self) -> bool:
+        """True if a step computes either all or no tokens of a picture."""
+        ...
+
+    @property
+    def token(self) -> int:
+        """The id of the tokens that rows of pictures take the place of."""
+        ...
+
+    def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
+        """Return the pictures in values of the caller. Raises `InvalidRequest` for anything else."""
+        ...
+
+    def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
+        """Return a text with one token for each run of rows, from one with a marker for each picture."""
+        ...
+
+    def filled(self, token_ids: IntArray, pictures: Sequence[PictureLike], field: str = "images") -> IntArray:
+        """Return a prompt's token ids with all tokens of its pictures, from ids with one placeholder for each picture.
+
+        Ids that have them all are returned as they are. Raises `InvalidRequest` for another number.
+        """
+        ...
+
+    def counts(self, picture: PictureLike) -> Sequence[int]:
+        """Return the lengths of the runs of rows of a picture."""
+        ...
+
+    def identify(self, picture: PictureLike) -> None:
+        """Decode a picture, so that its digest is known."""
+        ...
+
+    def known(self, picture: PictureLike, salt: str | None) -> bool:
+        """True if the rows of a picture are here, for requests with this salt."""
+        ...
+
+    async def encoded(
+        self, picture: PictureLike, wanted: Callable[[], bool], *, caller: str, salt: str | None
+    ) -> EncodedRows:
+        """Return the rows of a picture. Callers take turns; requests with a salt share rows with that salt alone.
+
+        Raises `RequestAborted` once it is not `wanted`.
+        """
+        ...
+
+    def statistics(self) -> PictureStatistics:
+        """Return the figures of now."""
+        ...
+
+    def use(
+        self, token_ids: IntArray, runs: Sequence[tuple[int, int]], pictures: Sequence[PictureLike]
+    ) -> tuple[IntArray | None, int]:
+        """Return the coordinates of a prompt's tokens, and the offset after them; None and 0 for other ropes."""
+        ...
+
+
+PICTURES: SessionService[PicturesLike] = SessionService("pictures")  # of models that read them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -26,23 +94,24 @@ class PromptPictures(Extension):
     question: str = ""
 
 
-class PictureIntake(Capability):
+class PictureIntake(Capability[list[EncodedRows]]):
     """Pictures in the prompt. In its text each has a marker, which is spelled out; in token ids they are already."""
 
     def spell(self, submission: Submission, text: str, front: Front) -> str:
         given = submission.extensions.get(PromptPictures)
-        if front.pictures is None or given is None:
+        pictures = PICTURES.of(front)
+        if pictures is None or given is None:
             return text
-        return front.pictures.spelled(text, given.pictures)
+        return pictures.spelled(text, given.pictures)
 
     def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
-        given = submission.extensions.get(PromptPictures)
-        if given is None or front.pictures is None or submission.token_ids is not None:
+        given, pictures = submission.extensions.get(PromptPictures), PICTURES.of(front)
+        if given is None or pictures is None or submission.token_ids is not None:
             return token_ids
-        return _expanded(token_ids, given.pictures, front.pictures)
+        return _expanded(token_ids, given.pictures, pictures)
 
     def waits(self, submission: Submission, front: Front) -> bool:
-        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        given, pictures = submission.extensions.get(PromptPictures), PICTURES.of(front)
         if given is None or pictures is None:
             return False
         return not all(pictures.known(picture, submission.sampling.salt) for picture in given.pictures)
@@ -51,7 +120,7 @@ class PictureIntake(Capability):
         return self.waits(submission, front)
 
     async def resource(self, submission: Submission, front: Front) -> list[EncodedRows]:
-        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        given, pictures = submission.extensions.get(PromptPictures), PICTURES.of(front)
         if given is None or pictures is None:
             return []
         mailbox, limit = submission.mailbox, front.config.max_model_len
@@ -66,9 +135,9 @@ class PictureIntake(Capability):
         ]
 
     def admit(
-        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows]
+        self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows] | None
     ) -> PictureUse | None:
-        given, pictures = submission.extensions.get(PromptPictures), front.pictures
+        given, pictures = submission.extensions.get(PromptPictures), PICTURES.of(front)
         if given is None:
             use = submission.extensions.get(PictureUse)
             if use is None and pictures is not None and (token_ids == pictures.token).any():
@@ -77,7 +146,7 @@ class PictureIntake(Capability):
         if pictures is None:
             fix = "Open a model that reads pictures"
             raise InvalidRequest("images", f"{len(given.pictures)} pictures", "can't be read by this model", fix)
-        use = placed(token_ids, given.pictures, resource, pictures)
+        use = placed(token_ids, given.pictures, resource or (), pictures)
         most = front.config.max_tokens_per_step - front.config.max_requests
         longest = max((span.stop - span.start for span in use.spans), default=0)
         if use.whole and longest > most:
@@ -88,7 +157,7 @@ class PictureIntake(Capability):
 
     def keying(self, prompt: KeyedPrompt, front: Front) -> PictureUse | None:
         """Return the places of the prompt's pictures, which are decoded for this, without their rows."""
-        given, pictures = prompt.extensions.get(PromptPictures), front.pictures
+        given, pictures = prompt.extensions.get(PromptPictures), PICTURES.of(front)
         if pictures is None:
             return None
         shown = () if given is None else given.pictures
@@ -102,7 +171,7 @@ class PictureIntake(Capability):
         return None if given is None or use is None else PictureOutput(given, use.spans)
 
 
-class PictureOutput(Part):
+class PictureOutput(Part[None]):
     """Names the prompt's pictures in the completion, so that it can be continued."""
 
     __slots__ = ("_pictures", "_runs")
@@ -120,9 +189,10 @@ class PictureOutput(Part):
 
 def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, special: bool = True) -> IntArray:
     """Return the token ids of a text with a marker for each picture, as a request has them."""
-    spelled = front.pictures.spelled(text, shown) if shown and front.pictures is not None else text
+    pictures = PICTURES.of(front) if shown else None
+    spelled = text if pictures is None else pictures.spelled(text, shown)
     token_ids = np.asarray(front.tokenizer.encode(spelled, add_special_tokens=special), np.int32)
-    return _expanded(token_ids, shown, front.pictures) if shown and front.pictures is not None else token_ids
+    return token_ids if pictures is None else _expanded(token_ids, shown, pictures)
 
 
 def placed(

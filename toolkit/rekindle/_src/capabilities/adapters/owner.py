@@ -14,23 +14,24 @@ from pathlib import Path
 
 import numpy as np
 
+from rekindle._src.capabilities.adapters.request import ADAPTERS
+from rekindle._src.capabilities.plans import Owner, SessionPlan, WeightsChange
 from rekindle._src.core.extensions import UNIT, AdapterUse, units_for
 from rekindle._src.core.names import checked_name
+from rekindle._src.dispatch.backend import Services
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter, combined
 from rekindle._src.models.adapters.budget import Budget
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.adapters.writing import write_folder
-from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.opening.blueprint import Blueprint
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, RekindleError
 
 _SUMS = 16  # sums of adapters that are kept
 
 
-class AdapterShelf:
+class AdapterShelf(Owner):
     """The adapters that a session has by name. Its methods may be called from any thread."""
 
     def __init__(
@@ -44,17 +45,26 @@ class AdapterShelf:
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, plan: Blueprint, sources: Mapping[str, object], show: Callable[[str], None]) -> AdapterShelf:
-        """Return the adapters that a session is opened with. None can be loaded unless its rows may have some."""
-        config, dtype = plan.config, plan.graph.precision.weights
+    def open(cls, plan: SessionPlan, sources: Mapping[str, object], merge: object = None) -> AdapterShelf:
+        """Return the adapters that a session is opened with; `merge` is an adapter that is added to the weights.
+
+        None can be loaded unless its rows may have some.
+        """
+        config, model = plan.config, plan.programs.model
         adapted = any(feature.option is AdapterUse for feature in plan.programs.features.entries)
         refused = "" if adapted else "the model has several data shards, or several processes share it"
-        most, rank = config.max_adapters, config.max_adapter_rank
-        shelf = cls(plan.model, most, rank, dtype=dtype, refused=refused, base=plan.name)
+        most, rank, dtype = config.max_adapters, config.max_adapter_rank, plan.programs.graph.precision.weights
+        shelf = cls(model, most, rank, dtype=dtype, refused=refused, base=plan.name)
         for name, source in sources.items():
-            show(f"adapter {name}")
+            plan.show(f"adapter {name}")
             shelf.put(shelf.read(name, source))
+        if merge is not None:
+            shelf.change = shelf.merging(merge)
         return shelf
+
+    @property
+    def services(self) -> Services:
+        return {ADAPTERS: self}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,9 +101,9 @@ class AdapterShelf:
             ) from error
         return self._fitting(adapter, name)
 
-    def merging(self, source: object) -> Callable[[LoadedModel], LoadedModel]:
+    def merging(self, source: object) -> WeightsChange:
         """Read an adapter of any rank. Return the change that adds it to a model's weights."""
-        return partial(merged, adapter=read_adapter(source, "merged", self._model))
+        return WeightsChange("merging an adapter", partial(merged, adapter=read_adapter(source, "merged", self._model)))
 
     def put(self, adapter: Adapter) -> Adapter | None:
         """Enter an adapter under its name. Return the one that had it, if it is another."""

@@ -29,7 +29,7 @@ _SIZES = ((512, 512), (2048, 1024))  # of a picture that is one view, and of one
 log = logging.getLogger("rekindle.engine")
 
 
-class PicturesPlan(NamedTuple):
+class EncoderPlan(NamedTuple):
     """All that is known of pictures before the first one comes."""
 
     processor: PictureProcessor
@@ -47,7 +47,7 @@ class PicturesPlan(NamedTuple):
         return weights + self.processor.plan(side, side).patches * numbers * dtype.itemsize
 
 
-def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan | None:
+def encoder_plan(source: CheckpointPlan, config: EngineConfig) -> EncoderPlan | None:
     """Return how a checkpoint's pictures are read; None if it reads text alone. Raise typed errors for damage."""
     others, folder = source.found.stored.others, source.found.folder
     if others is None or source.graph.config.pictures is None or config.processes > 1:
@@ -74,7 +74,7 @@ def pictures_plan(source: CheckpointPlan, config: EngineConfig) -> PicturesPlan 
 
 def _plan(
     source: CheckpointPlan, reader: PictureProcessor, tensors: TowerTensors[TensorEntry], encoder: str
-) -> PicturesPlan:
+) -> EncoderPlan:
     """Return the plan of a reader and an encoder; `encoder` names the file that has it, if it is another one."""
     problem = misfit(reader, tensors.config)
     if problem is not None:
@@ -85,7 +85,7 @@ def _plan(
     tower = abstract_tower(tensors.config, source.graph.precision.weights)
     parts = (source.fingerprint, encoder, repr(reader), repr(tower.graph))
     identity = sha256(b"".join(framed(part.encode()) for part in parts)).digest()
-    return PicturesPlan(reader, tower, tensors, identity)
+    return EncoderPlan(reader, tower, tensors, identity)
 
 
 def misfit(reader: PictureProcessor, config: VisionConfig) -> str | None:

@@ -1,0 +1,42 @@
+"""The capabilities of a session: each is a folder, and an entry in `ENTRIES`, the only list of them.
+
+The rooms below name none. Intake, the plan of programs, the blueprint and the front take what the entries make.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rekindle._src.capabilities.adapters import AdaptersEntry
+from rekindle._src.capabilities.captures import CapturesEntry
+from rekindle._src.capabilities.entry import CapabilityEntry
+from rekindle._src.capabilities.guides import GuidesEntry
+from rekindle._src.capabilities.options import OptionsEntry, PriorityEntry
+from rekindle._src.capabilities.pictures import PicturesEntry
+from rekindle._src.capabilities.pooling import PoolingEntry
+from rekindle._src.capabilities.replies import RepliesEntry
+from rekindle._src.capabilities.scores import ScoresEntry
+
+if TYPE_CHECKING:
+    from rekindle._src.dispatch.capabilities import Capabilities
+
+# Of several capabilities that refuse a request, the first one's error is told. Namespaces of cached pages have the
+# digests of extensions in this order, and steps have the features of each kind in it.
+ENTRIES: tuple[CapabilityEntry, ...] = (
+    PoolingEntry(),
+    OptionsEntry(),
+    AdaptersEntry(),
+    PicturesEntry(),
+    CapturesEntry(),
+    PriorityEntry(),
+    ScoresEntry(),
+    GuidesEntry(),
+    RepliesEntry(),
+)
+
+
+def capabilities_of() -> Capabilities:
+    """Return the capabilities of a session's requests."""
+    from rekindle._src.dispatch.capabilities import Capabilities  # with the engine, in a thread of the session's
+
+    return Capabilities(*[capability for entry in ENTRIES for capability in entry.intake()])
