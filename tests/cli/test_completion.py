@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoints, gguf_files, tool_homes
-from rekindle._src.cli import completion
+from rekindle._src.cli.commands import completion
 from rekindle._src.cli.main import main, parser
 from rekindle._src.models.loading.stores import known
 

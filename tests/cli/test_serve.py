@@ -21,6 +21,7 @@ import pytest
 
 from helpers.sessions import eventually, fake_session
 from rekindle._src.cli import serve
+from rekindle._src.cli.commands import serve as options
 from rekindle._src.cli.main import main, parser
 from rekindle._src.core.activity import Activity, State
 from rekindle.errors import CheckpointError, ConfigError
@@ -260,14 +261,14 @@ def test_what_could_not_work_is_refused_before_a_model_is_loaded(
 
 def test_names_of_models(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
-    assert serve.models_by_name(["tiny", str(tmp_path / "my-model"), "org/name"], []) == {
+    assert options.models_by_name(["tiny", str(tmp_path / "my-model"), "org/name"], []) == {
         "tiny": "tiny", "my-model": str(tmp_path / "my-model"), "org/name": "org/name",
     }  # fmt: skip
-    assert serve.models_by_name(["tiny", "tiny"], ["a", "b"]) == {"a": "tiny", "b": "tiny"}
+    assert options.models_by_name(["tiny", "tiny"], ["a", "b"]) == {"a": "tiny", "b": "tiny"}
     with pytest.raises(ConfigError, match="two models"):
-        serve.models_by_name(["tiny", "tiny"], [])
+        options.models_by_name(["tiny", "tiny"], [])
     with pytest.raises(ConfigError, match="more names"):
-        serve.models_by_name(["tiny"], ["a", "b"])
+        options.models_by_name(["tiny"], ["a", "b"])
 
 
 def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -275,10 +276,10 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
     file.write_text("# for tests\nfirst\n\n second \n")
     monkeypatch.setenv("REKINDLE_API_KEY", "fourth")
     given = parser().parse_args(["serve", "--api-key", "zero", "--api-key-file", str(file)])
-    assert serve.api_keys(given) == ["zero", "first", "second", "fourth"]
+    assert options.api_keys(given) == ["zero", "first", "second", "fourth"]
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="no key"):
-        serve.api_keys(given)
+        options.api_keys(given)
 
 
 def test_the_dashboard_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import foreign_names
 from rekindle._src.core.config import DraftSource, EngineConfig, OpenOptions
 from rekindle._src.core.dtypes import DTypeLike, KVDTypeLike, Quantize
-from rekindle._src.core.options import Place, options_of, words_of
+from rekindle._src.core.options import Place, Size, options_of, words_of
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.core.taps import Capture, SteerLike
 from rekindle._src.serve.openai_fields import SAMPLING
@@ -112,6 +112,24 @@ def test_an_option_is_offered_wherever_its_declaration_says(capsys: pytest.Captu
     assert engine_options(chosen)["max_requests"] == 2
     assert {field.option or field.name for field in SAMPLING} == names("http", Sampling)
     assert set(generation_config.NAMES) == names("checkpoint", Sampling)
+
+
+def test_a_command_line_explains_an_option_in_the_words_of_its_declaration(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["serve", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in options_of(EngineConfig):
+        words = words_of(EngineConfig)[option.name].removesuffix(".").replace("None", "the default")
+        assert words.replace("…", "...") in shown.replace("- ", "-"), option.name
+    assert "--host-memory SIZE" in shown and "(default 1GiB)" in shown and "(default background)" in shown
+    shown.encode("ascii")  # a terminal may have no more
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0B"), (1 << 30, "1GiB"), (256 << 20, "256MiB"), (3 << 10, "3KiB"), (1001, "1001B")]
+)
+def test_a_size_is_written_as_it_is_read(size: int, text: str) -> None:
+    assert Size.written(size) == text and Size()("size", text, ConfigError) == size
 
 
 @pytest.mark.parametrize("record", [Sampling, EngineConfig])

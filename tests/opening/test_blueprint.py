@@ -95,7 +95,8 @@ async def test_a_session_is_what_its_blueprint_says() -> None:
 
 def test_every_option_in_a_programs_key_can_be_warmed() -> None:
     """A server with `--kv-dtype` would find nothing that `rekindle warm` has made, if that took no such option."""
-    offered = {action.dest for action in parser()._subparsers._group_actions[0].choices["warm"]._actions}  # type: ignore[union-attr]
+    warm = parser()._subparsers._group_actions[0].choices["warm"]  # type: ignore[union-attr]
+    offered = {action.dest for action in warm.declared()._actions}
     assert {*config_fields(EngineConfig())} <= offered
     arguments = parser().parse_args(["warm", "tiny", "--kv-dtype", "int8", "--device-pages", "24", "--page-size", "16"])
     options = usage.engine_options(arguments)

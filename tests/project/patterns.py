@@ -214,7 +214,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/cli/cache.py": {
         "json.loads": US("descriptions in the cache folder", "a file"),
     },
-    "toolkit/rekindle/_src/cli/completion.py": {"shlex.split": USER("a command line", "an argument")},
+    "toolkit/rekindle/_src/cli/commands/completion.py": {"shlex.split": USER("a command line", "an argument")},
     "toolkit/rekindle/_src/cli/screen.py": {
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },

@@ -17,7 +17,7 @@ import anyio
 
 from rekindle._src.bench import workloads
 from rekindle._src.bench.shapes import hf_config, is_shape, random_shape, write_checkpoint
-from rekindle._src.cli.usage import engine_options, workload_names
+from rekindle._src.cli.usage import engine_options
 from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.hub import EMBEDDED
 from rekindle._src.session import opening
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rekindle._src.session.session import Session
 
 
-def run(arguments: argparse.Namespace) -> int:
-    names = workload_names(arguments)
+def run(arguments: argparse.Namespace, names: list[str]) -> int:
+    """Measure the workloads with these names, and print their figures."""
     if arguments.growth:
         report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
         print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)

@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.cli.usage import api_keys, engine_options, models_by_name, paths_by_name
+from rekindle._src.cli.usage import engine_options, paths_by_name
 from rekindle._src.replicas.fleet import Fleet, fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
@@ -61,7 +61,8 @@ def _log_lines() -> Iterator[None]:
         yield
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str]) -> int:
+    """Serve models by their names; with keys, only requests that bring one are answered."""
     if arguments.grafana:
         print(json.dumps(dashboard(), indent=1))
         return 0
@@ -69,11 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
         from rekindle._src.serve.listening import Listener, bind
     except ImportError as error:
         raise MissingExtra("uvicorn", "serve") from error
-    keys = api_keys(arguments)
     warn_if_open(arguments.host, keys)
     listening_socket = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
-    models = models_by_name(arguments.model, arguments.name)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode} if arguments.prefill is not None else None
     adapters = paths_by_name("--adapter", arguments.adapter, "folder")
     steering = paths_by_name("--steering", arguments.steering, "file")

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Self
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
-from rekindle._src.core.names import checked_name, name_of_model, nearest
-from rekindle._src.core.options import Flag, Place, Real, Size, Whole, Word, options_of, words_of
+from rekindle._src.core.names import checked_name, nearest
+from rekindle._src.core.options import Flag, Option, Place, Real, Size, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.replicas.routing import roles_of
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
 
 Check = Callable[[argparse.Namespace], object]
@@ -23,10 +19,14 @@ WRONG_USAGE: Final = 2
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `checks`: they raise a RekindleError for values that need more than their type."""
+    """A parser with `checks`: they raise a RekindleError for values that need more than their type.
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
+    A subcommand's parser gets its options, by `declare`, when it is used.
+    """
+
+    def __init__(self, *arguments: Any, declare: Callable[[Parser], object] | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        self._declare = declare
         self.checks: list[Check] = []
         self.options: dict[type, list[str]] = {}  # of each record: the names that `add_options` has added
         self.model_arguments: tuple[str, ...] = ("model",)  # positional arguments that are models on this machine
@@ -38,6 +38,16 @@ class Parser(argparse.ArgumentParser):
     def flag(self, name: str, words: str, *, default: bool | None = False) -> None:
         """Add an option without a value."""
         self.add_argument(name, help=words, action="store_true", default=default)
+
+    def declared(self) -> Self:
+        """Return the parser itself, now with its options."""
+        declare, self._declare = self._declare, None
+        if declare is not None:
+            declare(self)
+        return self
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super(Parser, self.declared()).parse_known_args(args, namespace)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse and check a command line. Exit with status 2 if it is wrong."""
@@ -54,6 +64,7 @@ class Parser(argparse.ArgumentParser):
 
     def completions(self, words: Sequence[str], models: Callable[[], list[str]]) -> list[str]:
         """Return the words that may follow on a command line: subcommands, options, values, names of models."""
+        self.declared()
         positional = self._get_positional_actions()
         commands = next((action.choices for action in positional if isinstance(action.choices, dict)), None)
         if commands is not None:
@@ -103,39 +114,71 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {close}?" if close else ""
 
 
-def add_options(command: Parser, record: type, place: Place | None, special: Mapping[str, Mapping[str, Any]]) -> None:
+def add_options(command: Parser, record: type, place: Place | None, defaults: Mapping[str, object]) -> None:
     """Add the options that a record offers at a place, None for all: named, read and described as it declares them.
 
-    `special` has arguments of `add_argument` that differ, by the option's name.
+    `defaults` are those of the command line, where they differ.
     """
     words = words_of(record)
     for option in options_of(record):
         if place is None or place in option.also:
-            name = option.name.replace("_", "-")
-            arguments: dict[str, Any] = {"help": words.get(option.name, "").removesuffix(".").replace("%", "%%")}
-            match option.check:
-                case Whole():
-                    arguments["type"] = int
-                case Real():
-                    arguments["type"] = float
-                case Size():
-                    arguments |= {"type": _size, "metavar": "SIZE"}
-                case Flag() if option.default:
-                    name = f"no-{name}"
-                    arguments |= {"action": "store_false", "default": None, "dest": option.name}
-                case Flag():
-                    arguments |= {"action": "store_true", "default": None}
-                case Word(known):
-                    arguments["choices"] = known
-            command.add_argument(f"--{name}", **{**arguments, **special.get(option.name, {})})
+            default = defaults.get(option.name, option.default)
+            name, arguments = _argument(option, words.get(option.name, ""), default)
+            if option.name in defaults:
+                arguments["default"] = default
+            command.add_argument(name, **arguments)
             command.options.setdefault(record, []).append(option.name)
 
 
-def _size(text: str) -> int:
-    try:
-        return Size()("", text, ConfigError)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}. {error.fix}") from None
+def _argument(option: Option, words: str, default: object) -> tuple[str, dict[str, Any]]:
+    """Return how a command line spells an option, and the arguments of `add_argument`."""
+    name = f"--{option.name.replace('_', '-')}"
+    form: dict[str, Any] = {}
+    shown = "" if default in (None, "", ()) or callable(default) else f" (default {default})"
+    match option.check:
+        case Whole():
+            form = {"type": int, "metavar": "N"}
+        case Real():
+            form = {"type": float, "metavar": "X"}
+        case Size():
+            form = {"metavar": "SIZE"}
+            shown = f" (default {Size.written(default)})" if isinstance(default, int) else ""
+        case Flag() if default:
+            form, shown = {"action": "store_false", "default": None, "dest": option.name}, ""
+            name, words = f"--no-{name.removeprefix('--')}", f"don't {words}"
+        case Flag():
+            form, shown = {"action": "store_true", "default": None}, ""
+        case Word(known):
+            form = {"choices": known}
+        case _ if isinstance(default, tuple):
+            form = {"action": "append", "default": [], "metavar": "TEXT"}
+            words = f"{words.removesuffix('.')}; several times for several"
+    words = words.replace("None", "the default").removesuffix(".").replace("…", "...")  # not every terminal has it
+    return name, {"help": f"{words}{shown}".replace("%", "%%"), **form, **_text_form(option)}
+
+
+def text_form(record: type, name: str) -> dict[str, Any]:
+    """Return the arguments of `add_argument` that read an option of a record and show its form."""
+    return _text_form(next(option for option in options_of(record) if option.name == name))
+
+
+def _text_form(option: Option) -> dict[str, Any]:
+    if option.text is None:
+        return {"type": _reader(option, None)} if isinstance(option.check, Size) else {}
+    read = option.text.read
+    return {"metavar": option.text.shape, "type": read if read in (int, float) else _reader(option, read)}
+
+
+def _reader(option: Option, read: Callable[[str], Any] | None) -> Callable[[str], Any]:
+    """Return a type of arguments: a function that reads text, or the option's check."""
+
+    def checked(text: str) -> Any:
+        try:
+            return option.check(option.name, text, ConfigError) if read is None else read(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"{error.value!r} {error.problem}. {error.fix}") from None
+
+    return checked
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -152,6 +195,36 @@ def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
 
+def add_model(command: Parser, *, checked: Check | None = None) -> None:
+    """Add the model, and the options of a session that every command has."""
+    command.add("--model", "a local folder, a GGUF file, a hub id, or 'tiny' (the default)", default="tiny")
+    add_engine(command)
+    command.checks.append(check_models if checked is None else checked)
+
+
+def add_engine(command: Parser, place: Place | None = "command") -> None:
+    """Add the options of a session that are offered at a place; None for all."""
+    command.checks.append(lambda arguments: EngineConfig.of(engine_options(arguments)))
+    add_options(command, EngineConfig, place, {"dtype": "auto", "precompile": "background"})
+
+
+def add_sampling(command: Parser, *, max_tokens: int = 256) -> None:
+    """Add the options of a request."""
+    command.checks.append(lambda arguments: Sampling.of(None, sampling_options(arguments)))
+    add_options(command, Sampling, "command", {"max_tokens": max_tokens})
+
+
+def add_additions(command: Parser) -> None:
+    """Add the first model's additions to its weights. Programs depend on whether there are any."""
+    several: dict[str, Any] = {"action": "append", "default": []}
+    adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
+    command.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
+    steering = (
+        "changes inside the first model that requests may name, safetensors of vectors; several times for several"
+    )
+    command.add("--steering", steering, metavar="NAME=FILE", **several)
+
+
 # Checks: each raises a RekindleError.
 
 
@@ -163,19 +236,10 @@ def check_model(model: str | Path) -> None:
         raise MissingExtra("huggingface_hub", "hub")
 
 
-def check_pull(arguments: argparse.Namespace) -> None:
-    """Check that the model to pull is a hub id, and that the hub's package is there."""
-    from rekindle._src.models.loading.hub import EMBEDDED, hub_id
-    from rekindle._src.models.loading.stores.known import store_of
-
-    store = store_of(arguments.model)
-    if store is not None and store.PREFIX != "hub":
-        problem = f"is in {store.TITLE}, which its own tool fills"
-        raise ConfigError("model", arguments.model, problem, "Pass a hub id such as owner/name")
-    arguments.model = arguments.model.removeprefix("hub:")
-    if arguments.model in EMBEDDED or hub_id(arguments.model) is None:
-        raise ConfigError("model", arguments.model, "is on this machine", "Pass a hub id such as owner/name")
-    check_model(arguments.model)
+def check_file(name: str, path: Path | None) -> None:
+    """Check that a file to read exists."""
+    if path is not None and not path.is_file():
+        raise ConfigError(name, str(path), "is no file", "Check the path")
 
 
 def check_models(arguments: argparse.Namespace) -> None:
@@ -183,128 +247,6 @@ def check_models(arguments: argparse.Namespace) -> None:
     for model in models:
         if model is not None:
             check_model(model)
-
-
-def check_prompt(arguments: argparse.Namespace) -> None:
-    if arguments.prompt is None and sys.stdin.isatty():
-        raise InvalidRequest("prompt", "(none)", "is missing", 'Write rekindle generate "Once upon a time"')
-    if arguments.prompt == "":
-        raise InvalidRequest("prompt", '""', "has no tokens", "Write at least one character")
-
-
-def check_bench(arguments: argparse.Namespace) -> None:
-    from rekindle._src.bench.shapes import is_shape
-    from rekindle._src.bench.workloads import BROKEN_DOWN, FRESH, WORKLOADS
-
-    names, known = workload_names(arguments), sorted((*WORKLOADS, *FRESH))
-    for name in names:
-        if name not in known:
-            raise ConfigError("--workloads", name, "is not known", f"Use some of {', '.join(known)}")
-    if not names and not arguments.growth:
-        raise ConfigError("--workloads", arguments.workloads, "names none", f"Use some of {', '.join(known)}")
-    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        problem = f"needs one of {', '.join(BROKEN_DOWN)}, without --growth"
-        raise ConfigError("--breakdown", True, problem, "Name one in --workloads")
-    if arguments.repeat < 1:
-        raise ConfigError("--repeat", arguments.repeat, "must be at least 1", "Use 3 for a median")
-    if arguments.scale <= 0:
-        raise ConfigError("--scale", arguments.scale, "must be above 0", "Use a share such as 0.5")
-    if not is_shape(arguments.model):
-        check_model(arguments.model)
-
-
-def workload_names(arguments: argparse.Namespace) -> list[str]:
-    return [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
-
-
-def check_files(arguments: argparse.Namespace) -> None:
-    """Check that files to read exist."""
-    for name in ("input", "trace"):
-        path = getattr(arguments, name, None)
-        if path is not None and not path.is_file():
-            raise ConfigError(name if name == "input" else f"--{name}", str(path), "is no file", "Check the path")
-
-
-def check_names(arguments: argparse.Namespace) -> None:
-    """Check that `cache rm` has names, and no other action has."""
-    if arguments.action == "rm" and not arguments.names:
-        raise ConfigError("NAME", "(none)", "is missing", "Write rekindle cache rm NAME, as rekindle cache ls names it")
-    if arguments.action != "rm" and arguments.names:
-        raise ConfigError("NAME", arguments.names[0], "is for rm", f"Write rekindle cache rm {arguments.names[0]}")
-
-
-def check_doctor(arguments: argparse.Namespace) -> None:
-    if arguments.report and arguments.json:
-        raise ConfigError("--report", True, "is text, and --json is none", "Pass one of them")
-    if arguments.context is not None and arguments.context < 1:
-        raise ConfigError(
-            "--context", arguments.context, "must be at least 1", "Pass tokens of a request, or leave it out"
-        )
-    planned = {"--quantize": arguments.quantize, "--context": arguments.context}
-    for option, value in planned.items():
-        if value is not None and not arguments.plan:
-            raise ConfigError(option, value, "is of a plan", "Pass --plan SHAPE as well, or leave it out")
-
-
-def check_out(arguments: argparse.Namespace) -> None:
-    if arguments.out.exists():
-        raise ConfigError("out", str(arguments.out), "exists already", "Remove it, or pass another name")
-
-
-def check_follow(arguments: argparse.Namespace) -> None:
-    address(arguments.coordinator, "--coordinator")
-    process, processes = arguments.process, arguments.processes
-    if not 2 <= processes <= MAX_PROCESSES:
-        raise ConfigError("--processes", processes, "can't share a model", f"Use from 2 to {MAX_PROCESSES:,}")
-    if not 0 < process < processes:
-        problem, fix = "is not the number of a follower", f"Use from 1 to {processes - 1}; 0 is the leader"
-        raise ConfigError("--process", process, problem, fix)
-
-
-def check_size(arguments: argparse.Namespace) -> None:
-    """Replace the size that `cache prune` keeps by its bytes."""
-    arguments.to = Size()("--to", arguments.to, ConfigError)
-
-
-def check_serve(arguments: argparse.Namespace) -> None:
-    from rekindle._src.serve.life import Hosts, check_bound, check_origins, seconds_to_drain
-
-    if not 0 <= arguments.port < 1 << 16:
-        raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
-    roles: dict[Any, Any] = {"prefill": arguments.prefill, "decode": arguments.decode}
-    if None in roles.values() and any(count is not None for count in roles.values()):
-        option, partner = ("prefill", "--decode") if arguments.decode is None else ("decode", "--prefill")
-        raise ConfigError(option, roles[option], f"needs {partner}", f"Pass {partner} 1, too")
-    if arguments.prefill is not None:
-        roles_of(roles, None)
-    if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
-        raise MissingExtra("uvicorn", "serve")
-    check_origins(arguments.cors_origin)
-    if arguments.max_connections is not None:
-        check_bound("max_connections", arguments.max_connections)
-    seconds_to_drain("--drain", arguments.drain)
-    Hosts(arguments.allowed_host)
-    names = models_by_name(arguments.model, arguments.name)
-    for adapter in paths_by_name("--adapter", arguments.adapter, "folder"):
-        if adapter in names:
-            problem = "is the name of a model, which requests with this name get"
-            raise ConfigError("--adapter", adapter, problem, "Choose another name for the adapter")
-    api_keys(arguments)
-
-
-def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    if len(names) > len(models):
-        raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
-    by_name: dict[str, str] = {}
-    for index, model in enumerate(models):
-        if index < len(names):
-            name = checked_name("--name", names[index], colons=True)
-        else:
-            name = name_of_model(Path(model).name if os.path.exists(model) else model)
-        if name in by_name:
-            raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
-        by_name[name] = model
-    return by_name
 
 
 def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str]:
@@ -317,22 +259,3 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
             raise ConfigError(option, text, problem, f"Write {option} name={kind} for each")
         by_name[checked_name(option, name)] = path
     return by_name
-
-
-def api_keys(arguments: argparse.Namespace) -> list[str]:
-    """Return the keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
-    keys: list[Any] = [*arguments.api_key]
-    if arguments.api_key_file is not None:
-        try:
-            lines = arguments.api_key_file.read_text().splitlines()
-        except OSError as error:
-            raise ConfigError(
-                "--api-key-file", str(arguments.api_key_file), f"can't be read: {error}", "Check the path"
-            ) from None
-        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not file_keys:
-            raise ConfigError("--api-key-file", str(arguments.api_key_file), "has no key", "Write one on each line")
-        keys += file_keys
-    if os.environ.get("REKINDLE_API_KEY"):
-        keys.append(os.environ["REKINDLE_API_KEY"])
-    return keys

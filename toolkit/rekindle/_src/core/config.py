@@ -22,12 +22,13 @@ from rekindle._src.core.dtypes import (
     checked_dtype,
     checked_quantize,
 )
-from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh
+from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh, parsed_mesh
 from rekindle._src.core.options import (
     Flag,
     Refusal,
     Size,
     Text,
+    TextForm,
     Whole,
     Word,
     check_options,
@@ -186,13 +187,13 @@ class EngineConfig(Record):
         coordinator (None): "host:port" at which this process waits for the others.
     """
 
-    dtype: DType = option("auto", _dtype, also=("command",))
-    kv_dtype: KVDType = option("auto", _kv_dtype)
-    quantize: str | None = option(None, _quantize, also=("command",))
+    dtype: DType = option("auto", _dtype, also=("command",), text=TextForm("DTYPE"))
+    kv_dtype: KVDType = option("auto", _kv_dtype, text=TextForm("DTYPE"))
+    quantize: str | None = option(None, _quantize, also=("command",), text=TextForm("KIND|PART=KIND,..."))
     max_requests: int = option(16, Whole(1), also=("command",))
     max_tokens_per_step: int = option(512, Whole(1))
     max_model_len: int | None = option(None, Whole(2), also=("command",))
-    page_size: int | None = option(None, _page_size)
+    page_size: int | None = option(None, _page_size, text=TextForm("N", int))
     device_pages: int | None = option(None, Whole(2))
     device_memory: int | None = option(None, Size())
     host_memory: int = option(1 << 30, Size())
@@ -214,14 +215,14 @@ class EngineConfig(Record):
     kernels: str | None = option(None, Text())
     seed: int | None = option(None, Whole(0))
     log_every: int = option(0, Whole(0))
-    step_timeout: float = option(60.0, _seconds)
+    step_timeout: float = option(60.0, _seconds, text=TextForm("SECONDS", float))
     quiet: bool = option(False, Flag())
     generation_config: GenerationConfig = option("auto", Word(get_args(GenerationConfig)))
     reply_format: str = option("auto", Text())
     structured: bool = option(False, Flag())
-    mesh: Mesh | None = option(None, _mesh, also=("command",))
+    mesh: Mesh | None = option(None, _mesh, also=("command",), text=TextForm("N|AXIS=N,...", parsed_mesh))
     processes: int = option(1, Whole(1), also=("command",))
-    coordinator: str | None = option(None, _address, also=("command",))
+    coordinator: str | None = option(None, _address, also=("command",), text=TextForm("HOST:PORT"))
 
     if TYPE_CHECKING:
 

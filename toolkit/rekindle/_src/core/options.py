@@ -83,6 +83,13 @@ class Size(NamedTuple):
             raise error(name, value, "is not a size", fix)
         return Whole(0)(name, value, error)
 
+    @staticmethod
+    def written(value: int) -> str:
+        """Return a size as text in the largest unit that divides it: `256MiB`."""
+        units = {unit: size for unit, size in reversed(_UNITS.items()) if unit.endswith("IB") and value}
+        unit = next((unit for unit, size in units.items() if value % size == 0 and value >= size), "B")
+        return f"{value // _UNITS[unit]}{unit.replace('IB', 'iB')}"
+
 
 class Real(NamedTuple):
     """A finite number within inclusive bounds; or `above` the lower one."""
@@ -151,6 +158,13 @@ def _bounds(low: float | None, high: float | None, *, above: bool = False) -> st
     return f"must be at least {low:g}" if high is None else f"must be from {low:g} to {high:g}"
 
 
+class TextForm(NamedTuple):
+    """How a command line spells an option, where its check does not tell."""
+
+    shape: str  # shown in the help, such as N
+    read: Callable[[str], Any] | None = None  # None: the check reads the text
+
+
 class Option(NamedTuple):
     """The declaration of one option."""
 
@@ -158,15 +172,16 @@ class Option(NamedTuple):
     default: object  # or a function that makes it, for a mapping
     check: Validator
     also: tuple[Place, ...]  # where else it is offered
+    text: TextForm | None
 
     def new_default(self) -> object:
         """Return the default value; one that a type makes is a new object each time."""
         return self.default() if isinstance(self.default, type) else self.default
 
 
-def option(default: Any, check: Validator, *, also: tuple[Place, ...] = ()) -> Any:
+def option(default: Any, check: Validator, *, also: tuple[Place, ...] = (), text: TextForm | None = None) -> Any:
     """Declare a field of a record of options. A type as the default is called for each record."""
-    metadata = {"option": (check, also)}
+    metadata = {"option": (check, also, text)}
     if isinstance(default, type):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)

@@ -31,7 +31,13 @@ compdef _rekindle rekindle
 """
 FISH = """complete -c rekindle -a '(rekindle completion words --line (commandline -cp | string collect) 2>/dev/null)'
 """
+NEEDS = ()
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
+
+
+def options(command: Parser) -> None:
+    command.add("shell", 'for ~/.bashrc: eval "$(rekindle completion bash)"', choices=("bash", "fish", "words", "zsh"))
+    command.add("--line", "words: a line; its last word is completed", default="")
 
 
 def run(arguments: argparse.Namespace) -> int:
