@@ -44,6 +44,7 @@ FOLDERS = (
     "rekindle._src.calls",
     "rekindle._src.evaluation",
     "rekindle._src.session",
+    "rekindle._src.integrations",
     "rekindle._src.replicas",
     "rekindle._src.bench",
     "rekindle._src.cli",

@@ -1,4 +1,4 @@
-"""A model of the evaluation harness (lm-eval) over a session, in this process.
+"""A session as a model of the evaluation harness, lm-eval, in this process.
 
 All requests of a task go to the engine at once, which shares the pages of their common beginnings.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import Completion
-from rekindle._src.evaluation.scoring import ScoreTable
+from rekindle._src.session.opening import open_sync
+from rekindle._src.session.session import Session
 from rekindle.errors import MissingExtra
 
 if TYPE_CHECKING:
@@ -40,73 +38,78 @@ else:
 _OWN = ("do_sample", "until", "max_gen_toks")  # of the harness; all others are sampling options
 
 
-class HarnessSession(Protocol):
-    """The methods of a session that the harness uses."""
+@register_model("rekindle")
+class RekindleLM(TemplateLM):
+    """A session as a model of the harness: log-likelihoods, rolling ones, and generation.
 
-    @property
-    def config(self) -> EngineConfig: ...
-    @property
-    def tokenizer(self) -> TokenizerLike: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def chat_template(self) -> str | None: ...
-    def render(self, messages: Sequence[Mapping[str, str]], *, continue_final_message: bool) -> str: ...
-    def score_sync(
-        self,
-        prompt: Sequence[PromptLike],
-        choices: Sequence[Sequence[PromptLike]],
-        *,
-        adapter: str | Mapping[str, float] | None,
-    ) -> ScoreTable: ...
-    def generate_sync(self, *prompts: Any, **options: Any) -> Any: ...  # its overloads are no protocol's
-
-
-class HarnessModel(TemplateLM):
-    """A session as a model of the harness: log-likelihoods, rolling ones, and generation."""
+    Made by the harness from `--model_args pretrained=FOLDER,dtype=float32,…`, with names as in `rekindle.open`;
+    or over an open session: `lm_eval.simple_evaluate(model=RekindleLM(session), tasks=[…])`.
+    """
 
     def __init__(
-        self, session: HarnessSession, *, adapter: str | Mapping[str, float] | None, max_gen_toks: int
+        self,
+        session: Session | None = None,
+        *,
+        pretrained: str = "tiny",
+        adapter: str | Mapping[str, float] | None = None,
+        max_gen_toks: int = 256,
+        batch_size: Any = None,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **options: Any,
     ) -> None:
+        """Open a session, or take one.
+
+        The harness passes `batch_size`, `max_batch_size` and `device`, which are not used: the engine has its own.
+
+        `adapter` is the name of an adapter of the session that all requests have, or names with their weights.
+        """
+        self._own = session is None
+        self.session: Session = open_sync(pretrained, **options) if session is None else session
+        """The session that runs the requests."""
         super().__init__()
-        self._session = session
         self.max_gen_toks = max_gen_toks
         self._adapter = adapter
+
+    def close(self) -> None:
+        """Close the session if it was opened here."""
+        if self._own:
+            self.session.close()
 
     @property
     def max_length(self) -> int:
         """Tokens before the last one that is scored."""
-        limit = self._session.config.max_model_len
+        limit = self.session.config.max_model_len
         assert limit is not None, "resolved"
         return limit - 1
 
     @property
     def eot_token_id(self) -> int:
         """The model's end of sequence."""
-        return int(next(iter(self._session.tokenizer.eos_ids)))
+        return int(next(iter(self.session.tokenizer.eos_ids)))
 
     @property
     def prefix_token_id(self) -> int:
         """The token that stands before texts without a context."""
-        bos = self._session.tokenizer.bos_id
+        bos = self.session.tokenizer.bos_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def tokenizer_name(self) -> str:
         """The model's name; the harness caches requests under it."""
-        return self._session.model
+        return self.session.model
 
     def chat_template(self, chat_template: bool | str = False) -> str:
         """Return the template of chats."""
-        return str(self._session.chat_template or "")
+        return str(self.session.chat_template or "")
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True) -> str:
         """Return the prompt of a chat."""
-        return self._session.render(list(chat_history), continue_final_message=not add_generation_prompt)
+        return self.session.render(list(chat_history), continue_final_message=not add_generation_prompt)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the token ids of a text, with the tokenizer's own special tokens unless it begins with one."""
-        tokenizer = self._session.tokenizer
+        tokenizer = self.session.tokenizer
         if add_special_tokens is None:
             prefix = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             add_special_tokens = not (prefix and string.startswith(prefix))
@@ -121,7 +124,7 @@ class HarnessModel(TemplateLM):
             kept = context[max(0, len(context) + len(continuation) - room) :]
             by_context.setdefault(tuple(kept), []).append(number)
         choices = [[requests[number][2] for number in numbers] for numbers in by_context.values()]
-        scores = self._session.score_sync([list(context) for context in by_context], choices, adapter=self._adapter)
+        scores = self.session.score_sync([list(context) for context in by_context], choices, adapter=self._adapter)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         for numbers, scored in zip(by_context.values(), scores, strict=True):
             for number, score in zip(numbers, scored, strict=True):
@@ -164,7 +167,7 @@ class HarnessModel(TemplateLM):
             sampling = {"adapter": self._adapter, **{key: fields[key] for key in fields if key not in _OWN}}
             room = max(1, self.max_length + 1 - tokens)
             prompts = [self.tok_encode(requests[number].args[0])[-room:] for number in numbers]
-            done: list[Completion] = self._session.generate_sync(
+            done: list[Completion] = self.session.generate_sync(
                 prompts, max_tokens=tokens, stop=[text for text in fields["until"] if text], **sampling
             )
             for number, one in zip(numbers, done, strict=True):
