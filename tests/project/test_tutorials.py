@@ -217,6 +217,19 @@ def test_words_are_taken_over_without_executing(tmp_path: Path, monkeypatch: pyt
         build.reworded(source)
 
 
+def test_outputs_before_the_first_change_stay(tmp_path: Path) -> None:
+    for folder in ("course", "source"):
+        (tmp_path / folder).mkdir()
+    source = tmp_path / "source" / "01_x.py"
+    new, output = nbformat.v4, nbformat.v4.new_output
+    cells = [new.new_code_cell(code, outputs=[output("stream", text="before")]) for code in ("a = 1", "b = 2", "c = 3")]
+    nbformat.write(new.new_notebook(cells=cells, metadata={"seconds": 7}), build.built(source))
+    again = [new.new_code_cell(code, outputs=[output("stream", text="after")]) for code in ("a = 1", "b = 4", "c = 3")]
+    notebook = build.resumed(source, new.new_notebook(cells=again))
+    assert [cell.outputs[0].text for cell in notebook.cells] == ["before", "after", "after"]
+    assert notebook.metadata["seconds"] == 7
+
+
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_private_names_are_said_to_be_private(source: Path) -> None:
     text = source.read_text()

@@ -54,8 +54,8 @@ print("their texts ", done.token_texts[:6])
 assert done.usage.prompt_tokens == 4, "four frequent words are four tokens"
 
 # %% [markdown]
-# Ask for `logprobs`, and the notebook shades every token by how sure the model was: green is nearly certain, red is a
-# surprise. Hover over a token for the alternatives. `temperature` above 0 draws tokens at random instead of taking the
+# Ask for `logprobs`, and the notebook shades every token by how surprised the model was: the deeper the orange, the less
+# likely the token. Hover over a token for the alternatives. `temperature` above 0 draws tokens at random instead of taking the
 # most likely one.
 
 # %%

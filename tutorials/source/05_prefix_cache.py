@@ -231,7 +231,14 @@ assert second.usage.cached_tokens == 320, "of two that arrive together, one comp
 await session.aclose()
 other = story.replace("dragon", "robot").replace("Zoe", "Leo")
 small = await rekindle.open(
-    "tiny", page_size=PAGE, device_pages=64, max_requests=2, precompile="lazy", disk_memory=0, host_memory=0
+    "tiny",
+    page_size=PAGE,
+    device_pages=64,
+    max_requests=2,
+    precompile="lazy",
+    disk_memory=0,
+    host_memory=0,
+    restore="none",
 )
 for text in (story, other):
     await small.generate(text, max_tokens=1)
@@ -242,6 +249,7 @@ for name, text in (("pinned", story), ("not pinned", other)):
     done = await small.generate(text + " Then", max_tokens=1)
     print(f"{name:10} {done.usage.cached_tokens} of {done.usage.prompt_tokens} tokens are still there")
 print(small.unpin(story), "tokens may leave again")
+assert not done.usage.cached_tokens, "what left is nowhere else"
 
 # %%
 small.cache.stats()

@@ -143,6 +143,13 @@ effect = (np.reshape(found, (layers, -1)) - sams) / (toms - sams)
 print(f"{len(places)} experiments, {session.stats().compilations - compiled} programs compiled")
 assert len(places) == 85, "one experiment for each layer and position"
 assert effect.max() > 0.5, "some place turns Sam into Tom"
+again = len(tokens) - tokens[::-1].index(" Sam") - 1  # where the name is read for the second time
+print(f"the second name: {effect[0, again]:.2f} after layer 0, {effect[1, again]:.2f} after layer 1")
+print(f"last position:   {effect[0, -1]:.2f} after layer 0, {effect[1, -1]:.2f} after layer 1")
+print(f"first position:  {effect[0, 0]:.2f} after layer 0, {effect[1, 0]:.2f} after layer 1")
+assert effect[0, again] > 0.5 > 0.1 > abs(effect[1, again]), "layer 1 reads the name and leaves nothing there"
+assert abs(effect[0, -1]) < 0.1 < 0.5 < effect[1, -1], "and brings it to the last position"
+assert 0.2 < effect[1, 0] < 0.5, "a smaller part stays at the first position"
 
 # %%
 plt.imshow(effect, aspect="auto", origin="lower", cmap="RdBu", vmin=-1, vmax=1)
@@ -154,7 +161,8 @@ plt.show()
 
 # %% [markdown]
 # Blue is where Tom was. After layer 0 that is at his name, above all where it is read for the second time. After layer 1 nothing is left
-# to find there: the name has moved to the last position, where it will be needed. Attention carried it. `session.view.attention` shows how much
+# at that second place: the name has moved to the last position, where it will be needed. Attention carried it. A smaller part stays at
+# the very first position until the last layer, from which later layers can read it again. `session.view.attention` shows how much
 # each position reads of the others, here in layer 3.
 
 # %%
@@ -260,7 +268,7 @@ if smollm2:
     print(f"{lens.texts[-1][-1][0]!r} leads from layer {first} of {len(lens.texts)} on; before: ", end="")
     print([layer[-1][0] for layer in lens.texts[first - 8 : first]])
     assert lens.texts[-1][-1][0] == " Rome", "SmolLM2 knows the capital of Italy"
-    assert first > 15, "and only its upper half says so"
+    assert first >= 28, "and only its last layers say so"
 
 # %% [markdown]
 # Who is given the ball? Both names are read at the beginning, and one of them again; the answer is the other one (Wang et al., 2022). The

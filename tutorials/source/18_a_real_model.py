@@ -132,6 +132,12 @@ for _ in range(12):  # the best one counts: other programs only ever make one sl
 print(f"{max(speeds):.0f} tokens/s; {max(speeds) * size / 1e9:.1f} GB of weights a second")
 
 # %% [markdown]
+# The last number compares this with the table, whose bound stands for a laptop that reads 50 GB of weights a second: here as many are
+# read as it says. Part of the difference is the machine, whose memory may be slower, or busy with the work of others. The other part is the
+# step: the bound counts the reading of weights alone, but a step also unpacks four-bit numbers, attends, normalises, draws a token and
+# starts some hundred small products. The smaller the model, the more of its time that is, so larger models come closer to their bound.
+# Page 19 measures both limits.
+#
 # How quick it is depends on the processor, and on what else runs: [README's table](../../README.md) has this file on two cores of a Zen 4
 # that did nothing else. `rekindle doctor` measures how quickly your memory is read, and which part of that decoding reaches.
 #
@@ -168,10 +174,27 @@ print("\nwithout the template:", plain.text)
 # Without the template the model sees a text that is over: it ends at once, or goes on with a text of its own, as a base model does. If
 # a model's answers are odd, look at the template first.
 #
-# Options change answers, too. Small models repeat themselves when they are greedy, as the answer above is by `temperature=0`. Where a
-# file says nothing, chats are drawn for that reason, at a temperature of 0.8; a repetition penalty helps, too (page 04).
+# Options change answers, too. A greedy text takes the likeliest token each time, and what a small model has said once it finds likely again:
+# long greedy texts often end in loops. `reply.repetition` says so. Where a file says nothing, chats are drawn for that reason, at a temperature of
+# 0.8; a repetition penalty helps, too (page 04).
 
 # %% tags=["real"]
+import asyncio
+
+stories = [
+    [{"role": "user", "content": f"Tell me a story about a {animal}."}] for animal in ("cat", "dog", "fox", "owl")
+]
+loops = {}
+for temperature in (0, 0.8):
+    told = await asyncio.gather(
+        *(session.chat(one, temperature=temperature, seed=1, max_tokens=500) for one in stories)
+    )
+    loops[temperature] = [one.repetition for one in told if one.repetition]
+    print(
+        f"temperature {temperature}: {len(loops[temperature])} of {len(told)} stories end in a loop",
+        *loops[temperature][:1],
+    )
+assert not path or len(loops[0]) > len(loops[0.8]), "greedy stories end in loops more often than drawn ones"
 options = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 60}
 for seed in (1, 2):
     print(f"{seed}: {(await session.chat(messages, seed=seed, **options)).text!r}\n")

@@ -134,10 +134,15 @@ for _ in range(3):  # the first round compiles
         await session.generate(prompts, max_tokens=24, ignore_eos=True)
         made[count] = 24 * count / (session.stats().steps - before)
         speed[count] = max(speed.get(count, 0), 24 * count / (time.perf_counter() - began))
+reading, arithmetic = bandwidth / model.nbytes, flops / (2 * weights)
+print(f"the two limits meet at {arithmetic / reading:.1f} texts")
 for count in counts:
-    print(f"{count:2} texts: {made[count]:4.1f} tokens a step, {speed[count]:5.0f} tokens/s")
-share = speed[1] / (bandwidth / model.nbytes)
-print(f"one text has {share:.0%} of its bound")
+    limit = min(count * reading, arithmetic)
+    name = "reading" if count * reading < arithmetic else "arithmetic"
+    print(
+        f"{count:2} texts: {made[count]:4.1f} tokens a step, {speed[count]:5.0f} tokens/s, "
+        f"{speed[count] / limit:4.0%} of {limit:5.0f} by {name}"
+    )
 assert round(made[8] / made[1]) == 8, "eight texts share one reading of the weights"
 
 # %%
@@ -152,10 +157,11 @@ plt.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# One text stays below its bound: besides reading, a step has work that the bound does not count, namely attention, norms, sampling and
-# the host. More texts share one reading of the weights, until arithmetic shows: there the measured curve bends away from the line of
-# reading. Both limits are measured too, and on a shared machine either may be lower an hour later: a point above a line says that
-# the line was measured at the worse moment.
+# The last column is the share of the nearer limit. A share well below 100 % says that neither limit explains the step: it has work that the
+# bounds do not count, namely attention, norms, sampling and the host, and a product of a few rows need not run at the speed of two square
+# matrices. Where the shares to the left and to the right of the meeting point are alike, the same overhead explains both. Both limits are
+# measured too, and on a shared machine either may be lower an hour later: a share above 100 % says that the limit was measured at the worse
+# moment.
 #
 # ## The prompt
 #

@@ -212,7 +212,7 @@ assert again.text == story.text, "whoever drafts, the text is the model's"
 # machine that does other work as well, that takes longer.
 #
 # The texts that prompt lookup helps are those that copy: code that is edited, answers that quote a document, tables, JSON with the same keys.
-# Prompt lookup's drafts of the page's first three texts, in all:
+# Prompt lookup's drafts of the page's texts so far, the drawn one included:
 
 # %%
 print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tokens} accepted")

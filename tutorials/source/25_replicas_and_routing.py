@@ -73,8 +73,9 @@ assert outcomes["affinity"].hit_rate - outcomes["round-robin"].hit_rate > 0.1, "
 
 # %% [markdown]
 # Affinity finds the most, and its first tokens come soonest in the middle. The price is unevenness: its slowest hundredth waits
-# longest of the three, in the queue of a popular replica. Unevenness is bounded: a replica that has more than a quarter above the mean
-# gets no request that could go elsewhere.
+# longest of the three, in the queue of a popular replica. Unevenness is bounded at each moment: a replica whose requests are a quarter above
+# the mean just then gets no request that could go elsewhere. Over the whole run the busiest one still gets more than that, as the last
+# column shows: any replica may have two requests, so that a nearly idle fleet keeps its conversations together.
 #
 # ## How many replicas?
 #

@@ -3,7 +3,8 @@
 The `.py` files are the source. A notebook holds no widget state (nothing could revive it), no cell's execution time and
 no machine's paths, so that building it twice on one machine changes little but the measured numbers. Its metadata has
 the seconds that the whole page took. `--text` takes over words and assertions, which show nothing, for a
-later build or test to run: other code that changed is refused.
+later build or test to run: other code that changed is refused. `--resume` executes a page and keeps the stored outputs
+of the cells before the first change, so that speeds measured on a quiet machine stay where a later cell changes.
 """
 
 from __future__ import annotations
@@ -85,6 +86,19 @@ def reworded(source: Path) -> Any:
     return notebook
 
 
+def resumed(source: Path, notebook: Any) -> Any:
+    """The executed notebook with the stored outputs of the cells before the first one whose code changed."""
+    saved = nbformat.read(built(source), as_version=4)
+    executed = [cell for cell in saved.cells if cell.cell_type == "code"]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    for cell, before in zip(code, executed, strict=False):
+        if shown(cell.source) != shown(before.source):
+            break
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    notebook.metadata = saved.metadata
+    return notebook
+
+
 def shown(code: str) -> str:
     """A cell's code without what can't change its outputs: assertions and layout."""
 
@@ -123,6 +137,7 @@ def main() -> int:
     parser.add_argument(
         "--text", action="store_true", help="only words and assertions changed: keep the outputs that are there"
     )
+    parser.add_argument("--resume", action="store_true", help="keep the outputs of the cells before the first change")
     arguments = parser.parse_args()
     failed = 0
     for source in sources(arguments.names):
@@ -133,7 +148,9 @@ def main() -> int:
             print(f"{source.name}: {error}", file=sys.stderr)
             failed += 1
             continue
-        if not arguments.text:
+        if arguments.resume:
+            notebook = resumed(source, notebook)
+        elif not arguments.text:
             notebook.metadata["seconds"] = round(time.monotonic() - began)
         target = built(source)
         nbformat.write(notebook, target)

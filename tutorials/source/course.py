@@ -131,7 +131,7 @@ def table() -> str:
     """The index: a line for each page, then every claim with the assertion that checks it."""
     names = ("page", "question", "diagrams", "predictions", "exercises", "seconds to build")
     rows, claims = [], []
-    for page in pages():
+    for page in (listed := pages()):
         link = f"[{page.title}](course/{page.path.stem}.ipynb)"
         exercises = sum(cell.solution for cell in page.cells)
         rows.append((link, page.question, page.diagrams, page.predictions, exercises, page.seconds))
@@ -139,6 +139,9 @@ def table() -> str:
             claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
     lines = ["| " + " | ".join(str(entry or "") for entry in row) + " |" for row in (names, *rows)]
     lines.insert(1, "|" + "---|" * len(names))
+    longest = [page.title[:2] for page in listed if (page.seconds or 0) >= 120]
+    quick = f"{len(listed) - len(longest)} of {len(listed)} pages ran in less than two minutes on two cores that other programs used as well"
+    lines += ["", f"{quick}; {', '.join(longest)} took longer."]
     head = ["", "## What the pages claim, and what checks it", ""]
     head += ["Building a page runs its assertions.", "", "| page | claim | assertion |", "|---|---|---|"]
     return "\n".join([*lines, *head, *claims])
