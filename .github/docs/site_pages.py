@@ -11,6 +11,7 @@ import io
 import json
 import posixpath
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -112,34 +113,43 @@ def notebook(path: Path, repository: str | None = None) -> str:
     links = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
     if repository and (match := re.match(r"https://github\.com/([^/]+/[^/]+?)/?$", repository)):
         colab = f"https://colab.research.google.com/github/{match[1]}/blob/HEAD/{COURSE}/{path.name}"
+        binder = f"https://mybinder.org/v2/gh/{match[1]}/HEAD?labpath={COURSE}/{path.name}"
         links += f" · [Open in Colab]({colab}); there, `%pip install git+{match[0].rstrip('/')}` comes first"
-    parts = []
+        links += f" · [Open in Binder]({binder})"
+    parts, before = [], ""
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
+            before = source
             parts.append(folded(source))
             if len(parts) == 1:
                 title, _, rest = parts[0].partition("\n")
                 parts[0] = f"{title}\n\n{links}\n{rest}"
             continue
-        code = f"```python\n{source}\n```"
+        asked, code = "**Predict.**" in before, f"```python\n{source}\n```"
         if "solution" in cell["metadata"].get("tags", ()):
             code = f'<details markdown="1"><summary>Solution</summary>\n\n{code}\n\n</details>'
         parts.append(code)
+        shown = []
         for output in cell["outputs"]:
             data = {kind: "".join(value) for kind, value in output.get("data", {}).items() if "json" not in kind}
             if "image/png" in data:
-                parts.append(f'<img alt="a plot" src="data:image/png;base64,{data["image/png"].strip()}">')
+                shown.append(f'<img alt="a plot" src="data:image/png;base64,{data["image/png"].strip()}">')
             elif "text/html" in data:
-                parts.append("<div>" + re.sub(r"\n\s*\n", "\n", data["text/html"]) + "</div>")
+                shown.append("<div>" + re.sub(r"\n\s*\n", "\n", data["text/html"]) + "</div>")
             else:
                 text = "".join(output.get("text", "")) or data.get("text/plain", "")
-                parts.append(f"```text\n{text.rstrip()}\n```")
+                shown.append(f"```text\n{text.rstrip()}\n```")
+        if shown and ("solution" in cell["metadata"].get("tags", ()) or asked):
+            fold = '<details markdown="1" class="output"><summary>Output</summary>'
+            shown = [fold, *shown, "</details>"]
+        parts += shown
     return "\n\n".join(parts)
 
 
 def on_config(config: Any) -> Any:
-    """The navigation's folders, one entry for each of their pages."""
+    """The repository's address, and the navigation's folders, one entry for each of their pages."""
+    config.repo_url = config.repo_url or runpy.run_path(str(ROOT / ".ci/address.py"))["address"](ROOT)
     pages = sources().values()
     for section in config.nav:
         inside = next(iter(section.values()))

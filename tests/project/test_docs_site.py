@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +85,43 @@ def test_notebooks_can_be_downloaded_and_opened_where_the_repository_is_known(si
         "(https://colab.research.google.com/github/someone/rekindle/blob/HEAD/tutorials/course/02_what_a_step" in linked
     )
     assert "`%pip install git+https://github.com/someone/rekindle`" in linked
+    assert "(https://mybinder.org/v2/gh/someone/rekindle/HEAD?labpath=tutorials/course/02_what" in linked
+
+
+def test_an_answer_is_folded_until_it_is_asked_for(site: ModuleType) -> None:
+    text = site.notebook(ROOT / "tutorials" / "course" / "13_serving.ipynb")
+    after = text.partition("have 32. How many come from the cache")[2]
+    assert after.index("<summary>Output</summary>") < after.index("96 of 114 prompt tokens")
+    assert after.index("96 of 114 prompt tokens") < after.index("</details>", after.index("<summary>Output</summary>"))
+
+
+@pytest.mark.parametrize(
+    ("remote", "expected"),
+    [
+        ("git@github.com:someone/rekindle.git", "https://github.com/someone/rekindle"),
+        ("https://github.com/someone/rekindle", "https://github.com/someone/rekindle"),
+        ("/srv/somewhere/rekindle", None),
+        ("https://user:secret@example.org/a/b", None),
+    ],
+)
+def test_the_address_is_that_of_the_clone(
+    remote: str, expected: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY"):
+        monkeypatch.delenv(name, raising=False)
+    address = runpy.run_path(str(ROOT / ".ci/address.py"))
+    assert address["address"](tmp_path) is None and address["urls"](tmp_path) == {}
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    subprocess.run(["git", "-C", tmp_path, "remote", "add", "origin", remote], check=True)
+    assert address["address"](tmp_path) == expected
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "another/fork")
+    assert address["urls"](tmp_path)["Repository"] == "https://github.com/another/fork"
+
+
+def test_no_file_states_the_address() -> None:
+    files = [ROOT / "pyproject.toml", *FOLDER.glob("*.yml"), ROOT / "README.md", ROOT / ".github/CITATION.cff"]
+    assert not [path.name for path in files if re.search(r"github\.com/[\w-]+/rekindle", path.read_text())]
 
 
 def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:

@@ -40,8 +40,9 @@ def test_a_job_may_read_ends_in_time_and_names_versions_of_actions(name: str, jo
     workflow = WORKFLOWS[name]
     assert workflow["permissions"] == {"contents": "read"}
     found = workflow["jobs"][job]
-    publishes = (name, job) == ("release.yml", "publish")
-    assert found.get("permissions", {}) == ({"id-token": "write"} if publishes else {})
+    publishing = {("release.yml", "publish"): {"id-token": "write"}}
+    publishing["site.yml", "publish"] = {"id-token": "write", "pages": "write"}
+    assert found.get("permissions", {}) == publishing.get((name, job), {})
     if "uses" in found:  # another workflow, which is looked at by itself
         assert found.keys() == {"name", "uses"} and found["uses"].removeprefix("./.github/workflows/") in WORKFLOWS
         return

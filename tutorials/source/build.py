@@ -62,12 +62,27 @@ def execute(source: Path, *, seconds: float = SECONDS, real: bool = False) -> An
         coalesce_streams=True,
     )
     client.execute()
+    fold(notebook)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem[:2]}-{index:02d}"  # the same in every build
         if cell.cell_type == "code":
             cell.outputs = [output for output in map(kept, cell.outputs) if output is not None]
             check(source, cell)
     return notebook
+
+
+def fold(notebook: Any) -> None:
+    """Hide outputs that follow a question, and solutions with theirs, until the reader runs or opens them."""
+    asked = False
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            asked = "**Predict.**" in cell.source
+            continue
+        solution = "solution" in cell.metadata.get("tags", ())
+        hidden = {"outputs_hidden": True} if asked or solution else {}
+        hidden |= {"source_hidden": True} if solution else {}
+        if hidden:
+            cell.metadata["jupyter"] = hidden
 
 
 def reworded(source: Path) -> Any:
@@ -82,6 +97,7 @@ def reworded(source: Path) -> Any:
         cell.outputs, cell.execution_count = before.outputs, before.execution_count
     for index, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem[:2]}-{index:02d}"
+    fold(notebook)
     notebook.metadata = saved.metadata
     return notebook
 
