@@ -13,7 +13,7 @@ from scores import questions
 from tokenizers import Tokenizer
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import LoopBuilder
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.programs.buckets import bucket_for, lattice, prefill_rows
 
@@ -22,10 +22,17 @@ def count(tokenizer: Tokenizer, number: int, max_requests: int, page_size: int) 
     """Return the tokens of rows and of programs for each question, and the number of steps."""
     config = EngineConfig(max_requests=max_requests, max_tokens_per_step=512)
     prefills = prefill_rows(512, max_requests)
-    loop = Loop(
-        pages=4000, page_size=page_size, max_requests=max_requests, max_tokens_per_step=512, max_prefill_rows=prefills,
-        max_queue=4 * number,
-    )  # fmt: skip
+    loop = (
+        LoopBuilder(
+            pages=4000,
+            page_size=page_size,
+            max_requests=max_requests,
+            max_tokens_per_step=512,
+            max_prefill_rows=prefills,
+        )
+        .queue(max_queue=4 * number)
+        .loop()
+    )
     for prompt, choices in questions(number, 5):
         start = len(tokenizer.encode(prompt).ids)
         for choice in choices:

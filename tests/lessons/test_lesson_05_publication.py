@@ -11,13 +11,13 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import LoopBuilder
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("waiting", [True, False])
 def test_lesson_05_identical_requests_in_one_batch_agree_with_the_solo_output(overlap: bool, waiting: bool) -> None:
-    loop = Loop(overlap=overlap, max_requests=4, max_tokens_per_step=24)
+    loop = LoopBuilder(overlap=overlap, max_requests=4, max_tokens_per_step=24).loop()
     if not waiting:  # all four compute the same pages in the same steps, and three of each are merged away
         loop.scheduler._admission._park = lambda sequence: False  # type: ignore[method-assign]
     requests = [make_request("an identical prompt of some length", max_tokens=12) for _ in range(4)]
@@ -32,7 +32,7 @@ def test_lesson_05_identical_requests_in_one_batch_agree_with_the_solo_output(ov
 
 
 def test_lesson_05_nothing_is_in_the_tree_before_its_step_was_committed() -> None:
-    loop = Loop(overlap=True, max_tokens_per_step=16)
+    loop = LoopBuilder(overlap=True, max_tokens_per_step=16).loop()
     loop.submit(make_request("x" * 40, max_tokens=2))
     in_flight = []
     for committed in range(3):
@@ -45,7 +45,7 @@ def test_lesson_05_nothing_is_in_the_tree_before_its_step_was_committed() -> Non
 
 
 def test_lesson_05_a_merged_page_stays_until_no_step_in_flight_reads_it() -> None:
-    loop = Loop(overlap=True, page_size=8, max_requests=2)
+    loop = LoopBuilder(overlap=True, page_size=8, max_requests=2).loop()
     loop.scheduler._admission._park = lambda sequence: False  # type: ignore[method-assign]
     for _ in range(2):
         loop.submit(make_request("sixteen tokens !", max_tokens=8))
@@ -62,7 +62,7 @@ def test_lesson_05_a_merged_page_stays_until_no_step_in_flight_reads_it() -> Non
 
 
 def test_lesson_05_a_resumed_chunked_prefill_reads_what_it_wrote() -> None:
-    loop = Loop(max_tokens_per_step=5, max_requests=2)
+    loop = LoopBuilder(max_tokens_per_step=5, max_requests=2).loop()
     one, two = (make_request("a prompt that is computed in many chunks", max_tokens=4) for _ in range(2))
     for request in (one, two):
         loop.submit(request)

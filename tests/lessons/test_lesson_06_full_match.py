@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import LoopBuilder
 from helpers.small import PAGE, opening, plain, prompt
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("large_steps")
 
 @pytest.mark.parametrize("length", [7, 8, 9, 16, 17])
 def test_lesson_06_a_fully_cached_prompt_computes_its_last_token(length: int) -> None:
-    loop = Loop(page_size=8)
+    loop = LoopBuilder(page_size=8).loop()
     for turn in range(3):
         request = make_request("p" * length, max_tokens=3)
         loop.submit(request)
@@ -31,7 +31,7 @@ def test_lesson_06_a_fully_cached_prompt_computes_its_last_token(length: int) ->
 
 def test_lesson_06_prompts_of_whole_pages_that_are_cached_share_one_decode_step() -> None:
     """Their last pages are there, so only the logits of their last tokens are computed, and nothing is written."""
-    loop = Loop(page_size=8, max_requests=4, max_tokens_per_step=64)
+    loop = LoopBuilder(page_size=8, max_requests=4, max_tokens_per_step=64).loop()
     texts = [f"sixteen letters{index}" for index in range(4)]
     for turn in range(2):
         requests = [make_request(text, max_tokens=1) for text in texts]

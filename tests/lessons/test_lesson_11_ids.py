@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import LoopBuilder
 from helpers.sessions import fake_session, opened
 from rekindle._src.core.records import FinishReason, Status
 from rekindle.errors import InvalidRequest
@@ -25,7 +25,7 @@ def test_lesson_11_ids_are_unique_over_all_sessions_and_known_at_submit() -> Non
 
 
 def test_lesson_11_abort_ends_exactly_the_request_it_names() -> None:
-    loop = Loop(max_requests=2)
+    loop = LoopBuilder(max_requests=2).loop()
     requests = [make_request(f"request {id}", id=id, max_tokens=6) for id in ("a1", "a10", "a", "0", "")]
     for request in requests:
         loop.submit(request)
@@ -38,7 +38,7 @@ def test_lesson_11_abort_ends_exactly_the_request_it_names() -> None:
 
 
 def test_lesson_11_a_duplicate_id_is_refused_and_the_first_one_lives() -> None:
-    loop = Loop()
+    loop = LoopBuilder().loop()
     first = make_request("first", id="same", max_tokens=4)
     loop.submit(first)
     with pytest.raises(InvalidRequest, match="still alive"):

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import LoopBuilder, NoReserve
 from helpers.sessions import CONFIG, expected, opened
 from helpers.thorough import by_default
 from rekindle._src.core.records import FinishReason
@@ -20,7 +20,7 @@ from rekindle._src.core.records import FinishReason
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("moment", by_default(range(24), lambda moment: moment % 3 == 1))
 def test_lesson_13_abort_at_any_moment(moment: int, depth: int) -> None:
-    loop = Loop(pages=12, max_requests=3, max_tokens_per_step=10, reserve=NoReserve())
+    loop = LoopBuilder(pages=12, max_requests=3, max_tokens_per_step=10).queue(reserve=NoReserve()).loop()
     requests = [make_request(f"request number {index}", max_tokens=7) for index in range(5)]
     for request in requests:
         loop.submit(request)
@@ -49,7 +49,7 @@ def test_lesson_13_abort_at_any_moment(moment: int, depth: int) -> None:
 
 
 def test_lesson_13_pages_return_only_with_the_last_step_in_flight() -> None:
-    loop = Loop(pages=8, max_requests=1)
+    loop = LoopBuilder(pages=8, max_requests=1).loop()
     request = make_request("x" * 20, max_tokens=9)
     loop.submit(request)
     flights = []
@@ -80,7 +80,7 @@ def test_lesson_13_aborts_race_steps_in_flight_and_new_occupants_are_untouched()
 
 
 def test_lesson_02_a_late_end_does_not_reach_the_slots_next_occupant() -> None:
-    loop = Loop(max_requests=1, overlap=True, model=FakeModel(eos_rate=1.0))
+    loop = LoopBuilder(max_requests=1, overlap=True, model=FakeModel(eos_rate=1.0)).loop()
     first = make_request("first", max_tokens=9)
     second = make_request("second", max_tokens=5, min_tokens=5)
     loop.submit(first)

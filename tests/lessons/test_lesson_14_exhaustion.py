@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import LoopBuilder, NoReserve
 from helpers.sessions import expected, opened
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import OutOfPages
@@ -17,7 +17,7 @@ from rekindle.errors import OutOfPages
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_lesson_14_a_single_request_uses_every_page_and_then_ends(overlap: bool) -> None:
-    loop = Loop(pages=3, page_size=8, overlap=overlap)
+    loop = LoopBuilder(pages=3, page_size=8, overlap=overlap).loop()
     greedy = make_request("x" * 10, max_tokens=500)
     loop.submit(greedy)
     loop.run()
@@ -36,7 +36,7 @@ async def test_lesson_14_a_prompt_that_exceeds_the_pool_is_told_so() -> None:
 
 
 def test_lesson_14_many_that_each_need_the_whole_pool_all_finish() -> None:
-    loop = Loop(pages=4, page_size=8, max_requests=4, reserve=NoReserve())
+    loop = LoopBuilder(pages=4, page_size=8, max_requests=4).queue(reserve=NoReserve()).loop()
     requests = [make_request(f"request {index}", max_tokens=500, temperature=1.0, seed=index) for index in range(6)]
     for request in requests:
         loop.submit(request)
@@ -48,7 +48,7 @@ def test_lesson_14_many_that_each_need_the_whole_pool_all_finish() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_lesson_04_the_context_ends_exactly_at_its_limit(overlap: bool) -> None:
-    loop = Loop(max_model_len=20, overlap=overlap)
+    loop = LoopBuilder(max_model_len=20, overlap=overlap).loop()
     requests = [make_request("x" * length, max_tokens=30) for length in (1, 18, 19)]
     exactly = make_request("y" * 10, max_tokens=10)
     for request in (*requests, exactly):

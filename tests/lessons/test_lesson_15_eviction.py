@@ -8,7 +8,7 @@ The form tested here, eviction in the order of ids, was read in another engine's
 from __future__ import annotations
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import Loop, LoopBuilder
 
 
 def hits(loop: Loop, prompt: str) -> int:
@@ -19,7 +19,7 @@ def hits(loop: Loop, prompt: str) -> int:
 
 
 def test_lesson_15_hot_prefixes_survive_and_cold_ones_go_in_order() -> None:
-    loop = Loop(pages=12, page_size=8, max_requests=1)
+    loop = LoopBuilder(pages=12, page_size=8, max_requests=1).loop()
     hot = "h" * 25
     assert hits(loop, hot) == 0
     for turn in range(20):  # each of these needs four pages of the twelve
@@ -32,7 +32,7 @@ def pages_of(loop: Loop, prompt: str) -> int:
 
 
 def test_lesson_15_the_order_of_eviction_is_the_order_of_use() -> None:
-    loop = Loop(pages=8, page_size=8, max_requests=1)
+    loop = LoopBuilder(pages=8, page_size=8, max_requests=1).loop()
     prompts = [letter * 17 for letter in "abcd"]
     for prompt in prompts:
         hits(loop, prompt)

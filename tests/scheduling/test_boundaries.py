@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import pytest
 
 from helpers.fakes import DictTier, EchoModel, make_request
-from helpers.scheduling import Loop, answered, cached, prefix_of, text
+from helpers.scheduling import DraftOptions, Loop, LoopBuilder, Sizes, answered, cached, prefix_of, text
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import StoreError
 
 PAGE = 4
 
 
-def loop(**options: Any) -> Loop:
+def with_states(**sizes: Unpack[Sizes]) -> LoopBuilder:
     """States at every other page of 4 tokens, chunks at multiples of 8."""
-    values: dict[str, Any] = {"pages": 64, "page_size": PAGE, "states": 4, "state_step": 2, "edge": 8, **options}
-    return Loop(**values)
+    return LoopBuilder(pages=64, page_size=PAGE).sizes(**sizes).states(slots=4, step=2, edge=8)
 
 
 def positions(loop: Loop) -> set[int]:
@@ -25,7 +24,7 @@ def positions(loop: Loop) -> set[int]:
 
 
 def test_states_are_left_at_the_edges_of_prompt_and_turn() -> None:
-    model = loop()
+    model = with_states().loop()
     (first,) = answered(model, text(21), max_tokens=14)
     assert positions(model) == {16, 32}, "of the prompt, and of the last edge of the text; not 24"
     turn = [*first.token_ids.tolist(), *model.output(first), 1, 2, 3]
@@ -34,7 +33,7 @@ def test_states_are_left_at_the_edges_of_prompt_and_turn() -> None:
 
 
 def test_a_longer_match_of_pages_leaves_a_state_where_it_ends() -> None:
-    model = loop()
+    model = with_states().loop()
     answered(model, text(30))
     (second,) = answered(model, text(18, 91, 92, 93, 94, 95, 91, 92, 93, 94, 95))
     assert cached(model, second) == 0
@@ -47,13 +46,13 @@ def test_a_longer_match_of_pages_leaves_a_state_where_it_ends() -> None:
 
 
 def test_requests_at_once_share_a_state() -> None:
-    model = loop(max_tokens_per_step=16)
+    model = with_states(max_tokens_per_step=16).loop()
     requests = answered(model, *(text(40, *([suffix] * 5)) for suffix in range(91, 94)))
     assert [cached(model, request) for request in requests] == [0, 40, 40]
 
 
 def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
-    model = loop(states=2)
+    model = with_states().states(slots=2).loop()
     answered(model, text(12), max_tokens=2)
     answered(model, [*range(50, 62)], max_tokens=2)
     answered(model, text(12, 91), max_tokens=2)  # uses the first
@@ -65,7 +64,7 @@ def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
 
 def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None:
     tier, states = DictTier(), DictTier()
-    model = loop(pages=8, states=4, host_tier=tier, state_tier=states, max_model_len=30)
+    model = with_states(pages=8, max_model_len=30).cache(host_tier=tier).states(tier=states).loop()
     answered(model, text(20), max_tokens=2)
     answered(model, [*range(50, 75)], max_tokens=2)
     assert all(node.page for node in model.sides[0])
@@ -76,7 +75,7 @@ def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None
     assert explanation is not None
     assert "the state after them was in host memory" in explanation.text
     assert model.cache.statistics().states_restored == 1
-    small = loop(states=1)
+    small = with_states().states(slots=1).loop()
     answered(small, text(20), max_tokens=2)
     answered(small, [*range(50, 70)], max_tokens=2)
     assert sum(bool(node.page) for node in small.cache) == 10, "states left, pages stayed"
@@ -84,7 +83,7 @@ def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None
 
 def test_a_state_that_is_lost_fails_its_request_and_is_computed_by_the_next() -> None:
     states = DictTier()
-    model = loop(pages=8, host_tier=DictTier(), state_tier=states, max_model_len=30)
+    model = with_states(pages=8, max_model_len=30).cache(host_tier=DictTier()).states(tier=states).loop()
     answered(model, text(20), max_tokens=2)
     answered(model, [*range(50, 75)], max_tokens=2)
     model.runner.lose_entry = lambda move: StoreError("the state is gone")
@@ -98,16 +97,17 @@ def test_a_state_that_is_lost_fails_its_request_and_is_computed_by_the_next() ->
 
 
 def test_chunks_end_at_edges() -> None:
-    model = loop(max_tokens_per_step=20, edge=8, max_requests=2)
+    model = with_states(max_tokens_per_step=20, max_requests=2).loop()
     answered(model, text(61), [*range(100, 150)], max_tokens=12)
     ends = {row.start + row.length for plan in model.runner.plans for row in plan.prefill}
     assert {end for end in ends if end % 8} <= {61, 50}, "the prompts' own ends"
 
 
-@pytest.mark.parametrize("options", [{"prompt_lookup": 4}, {"drafts": "suffix"}], ids=["lookup", "suffix"])
-def test_drafts_leave_the_states_that_tokens_leave(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("drafts", [{"lookup": 4}, {"source": "suffix"}], ids=["lookup", "suffix"])
+def test_drafts_leave_the_states_that_tokens_leave(drafts: DraftOptions) -> None:
     """A draft that ends at an edge leaves a state there once it is accepted, and none if it was wrong."""
-    model = loop(model=EchoModel(period=3, surprises=0.4, alphabet=tuple(range(4))), max_requests=3, **options)
+    echo = EchoModel(period=3, surprises=0.4, alphabet=tuple(range(4)))
+    model = with_states(model=echo, max_requests=3).drafts(**drafts).loop()
     for length in range(9, 30, 2):
         (first,) = answered(model, text(length), max_tokens=40)
         turn = [*first.token_ids.tolist(), *model.output(first)]
@@ -120,7 +120,7 @@ def test_drafts_leave_the_states_that_tokens_leave(options: dict[str, Any]) -> N
 
 
 def test_a_model_with_states_has_no_drafts_without_slots_for_them() -> None:
-    model = loop(model=EchoModel(period=3, surprises=0.2, alphabet=tuple(range(4))))
+    model = with_states(model=EchoModel(period=3, surprises=0.2, alphabet=tuple(range(4)))).loop()
     (rule,) = model.scheduler._sides._rules
     assert not rule.drafts
     assert rule.draft_room() == 0

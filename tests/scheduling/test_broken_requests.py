@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, exact
+from helpers.scheduling import Loop, LoopBuilder, exact
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle.errors import OutOfPages, RequestFailed
@@ -71,7 +71,7 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_used_again(
 ) -> None:
     if end == "finish" and breaks is _not_running:
         return  # no step has it any more
-    loop = Lenient(overlap=overlap, pages=64, max_requests=3)
+    loop = LoopBuilder(overlap=overlap, pages=64, max_requests=3).loop(Lenient)
     bad = make_request("b" * 21, max_tokens=12)
     neighbours = [make_request(f"neighbour {index} " * 2, max_tokens=20) for index in range(4)]
     for request in (neighbours[0], bad, *neighbours[1:]):
@@ -115,7 +115,7 @@ def quarantined(loop: Loop) -> set[int]:
 
 
 def test_whoever_shares_a_miscounted_page_fails_as_well_and_nobody_else() -> None:
-    loop = Lenient(pages=64, max_requests=4)
+    loop = LoopBuilder(pages=64, max_requests=4).loop(Lenient)
     prompt = "s" * 24
     first = make_request(prompt, max_tokens=2)
     loop.submit(first)
@@ -139,7 +139,7 @@ def test_whoever_shares_a_miscounted_page_fails_as_well_and_nobody_else() -> Non
 
 
 def test_a_request_that_waits_for_the_prefix_of_a_broken_one_computes_it() -> None:
-    loop = Lenient(pages=64)
+    loop = LoopBuilder(pages=64).loop(Lenient)
     bad, waiting = make_request("p" * 60, max_tokens=4), make_request("p" * 60 + "q", max_tokens=4)
     loop.submit(bad)
     loop.submit(waiting)
@@ -154,7 +154,7 @@ def test_a_request_that_waits_for_the_prefix_of_a_broken_one_computes_it() -> No
 
 
 def test_requests_that_do_not_fit_into_what_is_left_are_told_so() -> None:
-    loop = Lenient(pages=10, max_requests=1)
+    loop = LoopBuilder(pages=10, max_requests=1).loop(Lenient)
     bad, long = make_request("b" * 20, max_tokens=4), make_request("l" * 60, max_tokens=9)
     shorter, short = make_request("m" * 50, max_tokens=20, ignore_eos=True), make_request("s", max_tokens=9)
     for request in (bad, long, shorter, short):
@@ -174,7 +174,7 @@ def test_requests_that_do_not_fit_into_what_is_left_are_told_so() -> None:
 
 
 def test_pages_that_were_read_back_and_are_miscounted_are_in_no_tier_s_way() -> None:
-    loop = Lenient(pages=12, page_size=8, host_tier=DictTier(), max_requests=3)
+    loop = LoopBuilder(pages=12, page_size=8, max_requests=3).cache(host_tier=DictTier()).loop(Lenient)
     request = make_request("p" * 33, max_tokens=2)
     loop.submit(request)
     loop.run()

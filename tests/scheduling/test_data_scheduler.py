@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, EchoModel, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve, exact
+from helpers.scheduling import Loop, LoopBuilder, NoReserve, exact
 from helpers.thorough import by_default
 from rekindle._src.core.config import POLICIES
 from rekindle._src.core.prefix import Prefix
@@ -27,7 +27,7 @@ def submitted(loop: Loop, prompt: str, **sampling: Any) -> Request:
 
 
 def test_a_step_has_rows_of_all_shards_with_slots_and_pages_of_their_own() -> None:
-    loop = Loop(shards=3, pages=10, max_requests=2, overlap=False)
+    loop = LoopBuilder(pages=10, max_requests=2, overlap=False).shards(3).loop()
     requests = [submitted(loop, f"{number} is a prompt") for number in range(6)]
     assert sorted(shard_of(loop, request) for request in requests) == [0, 0, 1, 1, 2, 2]
     loop.step()
@@ -40,7 +40,7 @@ def test_a_step_has_rows_of_all_shards_with_slots_and_pages_of_their_own() -> No
 
 
 def test_no_shard_exceeds_what_one_program_holds() -> None:
-    loop = Loop(shards=2, max_requests=3, max_tokens_per_step=16, max_prefill_rows=2)
+    loop = LoopBuilder(max_requests=3, max_tokens_per_step=16, max_prefill_rows=2).shards(2).loop()
     requests = [submitted(loop, "a longer prompt, number " + str(number)) for number in range(9)]
     loop.run()
     exact(loop, *requests)
@@ -52,7 +52,7 @@ def test_no_shard_exceeds_what_one_program_holds() -> None:
 
 
 def test_the_shard_that_knows_a_prompt_gets_the_next_turn() -> None:
-    loop = Loop(shards=3, page_size=8)
+    loop = LoopBuilder(page_size=8).shards(3).loop()
     text = "the beginning of a conversation " * 12
     first = submitted(loop, text)
     other = submitted(loop, "something else")
@@ -67,7 +67,7 @@ def test_the_shard_that_knows_a_prompt_gets_the_next_turn() -> None:
 
 
 def test_a_short_common_beginning_does_not_gather_all_requests_on_one_shard() -> None:
-    loop = Loop(shards=2, max_requests=8)
+    loop = LoopBuilder(max_requests=8).shards(2).loop()
     stem = "You are helpful."  # two pages
     loop.submit(make_request(stem + "!", max_tokens=2))
     loop.run()
@@ -78,7 +78,7 @@ def test_a_short_common_beginning_does_not_gather_all_requests_on_one_shard() ->
 
 
 def test_a_prefix_that_is_being_computed_counts_as_known() -> None:
-    loop = Loop(shards=2, max_tokens_per_step=64, max_requests=4)
+    loop = LoopBuilder(max_tokens_per_step=64, max_requests=4).shards(2).loop()
     text = "a long text that two requests share " * 20
     submitted(loop, text)
     loop.step()
@@ -86,7 +86,7 @@ def test_a_prefix_that_is_being_computed_counts_as_known() -> None:
 
 
 def test_an_idle_shard_takes_what_waits_for_another_one() -> None:
-    loop = Loop(shards=2, max_requests=2, overlap=False)
+    loop = LoopBuilder(max_requests=2, overlap=False).shards(2).loop()
     long = [submitted(loop, f"number {number}", max_tokens=40, ignore_eos=True) for number in range(2)]
     short = [submitted(loop, f"short {number}", max_tokens=1) for number in range(2)]
     for _ in range(3):
@@ -105,7 +105,7 @@ def test_an_idle_shard_takes_what_waits_for_another_one() -> None:
 
 def test_a_request_that_its_own_shard_will_admit_stays_there() -> None:
     """Pages that are cached for it would be lost elsewhere; a budget that is spent comes back with the next step."""
-    loop = Loop(shards=2, max_requests=4, max_tokens_per_step=8, overlap=False)
+    loop = LoopBuilder(max_requests=4, max_tokens_per_step=8, overlap=False).shards(2).loop()
     for number in range(4):
         request = make_request(f"{number} a prompt of several steps", max_tokens=2)
         loop.events[request.id] = []
@@ -116,7 +116,7 @@ def test_a_request_that_its_own_shard_will_admit_stays_there() -> None:
 
 
 def test_a_preempted_request_goes_on_where_there_is_room() -> None:
-    loop = Loop(shards=2, pages=8, page_size=4, max_requests=2, reserve=NoReserve())
+    loop = LoopBuilder(pages=8, page_size=4, max_requests=2).shards(2).queue(reserve=NoReserve()).loop()
     requests = [make_request(f"{number:07}", max_tokens=20, ignore_eos=True) for number in range(2)]
     for request in requests:  # together they need more pages than one shard has
         loop.events[request.id] = []
@@ -128,7 +128,7 @@ def test_a_preempted_request_goes_on_where_there_is_room() -> None:
 
 
 def test_the_queue_is_one() -> None:
-    loop = Loop(shards=2, max_queue=3)
+    loop = LoopBuilder().shards(2).queue(max_queue=3).loop()
     for number in range(3):
         submitted(loop, f"{number}")
     with pytest.raises(QueueFull, match="3 requests wait and max_queue is 3"):
@@ -137,7 +137,7 @@ def test_the_queue_is_one() -> None:
 
 
 def test_ids_are_those_of_all_shards() -> None:
-    loop = Loop(shards=2)
+    loop = LoopBuilder().shards(2).loop()
     request = submitted(loop, "a")
     with pytest.raises(InvalidRequest, match="still alive"):
         loop.scheduler.submit(make_request("b", id=request.id))
@@ -150,7 +150,7 @@ def test_ids_are_those_of_all_shards() -> None:
 
 
 def test_a_pin_holds_in_every_shard_that_has_the_pages() -> None:
-    loop = Loop(shards=2, pages=8, page_size=8)
+    loop = LoopBuilder(pages=8, page_size=8).shards(2).loop()
     prompt = make_request("sixteen letters!", max_tokens=1)
     for shard in loop.shards:
         copy = make_request(prompt.token_ids, max_tokens=1)
@@ -165,7 +165,7 @@ def test_a_pin_holds_in_every_shard_that_has_the_pages() -> None:
 
 
 def test_a_pin_that_one_shard_refuses_holds_in_none() -> None:
-    loop = Loop(shards=2, pages=6, page_size=8)
+    loop = LoopBuilder(pages=6, page_size=8).shards(2).loop()
     for shard in loop.shards:
         one = make_request("sixteen letters!", max_tokens=1)
         loop.events[one.id] = []
@@ -181,7 +181,7 @@ def test_a_pin_that_one_shard_refuses_holds_in_none() -> None:
 
 
 def test_a_request_goes_where_pins_leave_room_for_it() -> None:
-    loop = Loop(shards=2, pages=6, page_size=8)
+    loop = LoopBuilder(pages=6, page_size=8).shards(2).loop()
     one = make_request("sixteen letters!", max_tokens=1)
     loop.events[one.id] = []
     loop.shards[0].submit(one)
@@ -196,7 +196,7 @@ def test_a_request_goes_where_pins_leave_room_for_it() -> None:
 
 
 def test_a_step_that_fails_ends_its_requests_in_all_shards() -> None:
-    loop = Loop(shards=2, fail=lambda plan: RuntimeError("broken") if plan.step == 1 else None)
+    loop = LoopBuilder().shards(2).steps(fail=lambda plan: RuntimeError("broken") if plan.step == 1 else None).loop()
     requests = [submitted(loop, f"{number}", max_tokens=8) for number in range(4)]
     loop.run()
     assert all(loop.reason(request) is FinishReason.FAILED for request in requests)
@@ -206,7 +206,7 @@ def test_a_step_that_fails_ends_its_requests_in_all_shards() -> None:
 
 
 def test_figures_are_the_sums_of_the_shards() -> None:
-    loop = Loop(shards=2, pages=12)
+    loop = LoopBuilder(pages=12).shards(2).loop()
     for number in range(5):
         submitted(loop, f"{number} is the number of a prompt")
     loop.run()
@@ -221,7 +221,7 @@ def test_figures_are_the_sums_of_the_shards() -> None:
 
 
 def test_other_weights_compute_everything_again_in_all_shards() -> None:
-    loop = Loop(shards=2, overlap=False)
+    loop = LoopBuilder(overlap=False).shards(2).loop()
     requests = [submitted(loop, f"number {number}, a prompt", max_tokens=6) for number in range(4)]
     for _ in range(3):
         loop.step()
@@ -236,23 +236,21 @@ def test_a_random_load_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     page_size = draw.choice([2, 4, 8])
     model = EchoModel if seed % 3 == 2 else FakeModel
-    loop = Loop(
-        shards=draw.choice([2, 2, 3]),
-        pages=draw.choice([14, 20, 40]),
-        page_size=page_size,
-        max_requests=draw.choice([1, 2, 4]),
-        max_tokens_per_step=draw.choice([8, 16, 48]),
-        max_prefill_rows=draw.choice([1, 2, 8]),
-        overlap=draw.random() < 0.7,
-        model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
-        prompt_lookup=5 if seed % 3 == 2 else 0,
-        drafts="suffix" if seed % 3 == 2 and seed % 2 else "auto",
-        prefix_cache=seed % 6 != 5,
-        host_tier=draw.choice([None, DictTier(20), DictTier()]),
-        policy=draw.choice(POLICIES),
-        seed=seed,
-        max_overtakes=3,
-        reserve=draw.choice([None, NoReserve()]),
+    loop = (
+        LoopBuilder(
+            pages=draw.choice([14, 20, 40]),
+            page_size=page_size,
+            max_requests=draw.choice([1, 2, 4]),
+            max_tokens_per_step=draw.choice([8, 16, 48]),
+            max_prefill_rows=draw.choice([1, 2, 8]),
+            overlap=draw.random() < 0.7,
+            model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
+        )
+        .shards(draw.choice([2, 2, 3]))
+        .drafts(lookup=5 if seed % 3 == 2 else 0, source="suffix" if seed % 3 == 2 and seed % 2 else "auto")
+        .cache(prefixes=seed % 6 != 5, host_tier=draw.choice([None, DictTier(20), DictTier()]))
+        .queue(policy=draw.choice(POLICIES), seed=seed, max_overtakes=3, reserve=draw.choice([None, NoReserve()]))
+        .loop()
     )
     texts = [[draw.randrange(6) for _ in range(60)] for _ in range(4)]
     longest = min(50, (loop.pool.total - 1) * page_size)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 
 from helpers.fakes import EOS, EchoModel, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, LoopBuilder, NoReserve, Sizes
 from rekindle._src.core.records import FinishReason, Request, StepPlan
 from rekindle._src.core.report_kinds import LOGPROBS
 from rekindle._src.programs.buckets import padded_rows
+from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
 from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
@@ -20,9 +21,9 @@ ECHO = EchoModel(alphabet=tuple(range(32, 127)))
 PARROT = EchoModel(surprises=0.0)
 
 
-def run(*requests: Request, **options: Any) -> Loop:
-    options = {"model": ECHO, "prompt_lookup": 3, "max_tokens_per_step": 64, **options}
-    loop = Loop(**options)
+def run(*requests: Request, lookup: int = 3, reserve: Reserve | None = None, **sizes: Unpack[Sizes]) -> Loop:
+    builder = LoopBuilder(model=ECHO, max_tokens_per_step=64).sizes(**sizes)
+    loop = builder.drafts(lookup=lookup).queue(reserve=reserve).loop()
     for request in requests:
         loop.submit(request)
     loop.run()
@@ -41,7 +42,7 @@ def test_text_that_repeats_takes_fewer_steps_and_stays_the_same(overlap: bool, t
     request = make_request("some text, ", **options)
     loop = run(request, overlap=overlap)
     assert loop.output(request) == ECHO.generate(request)
-    plain = run(make_request("some text, ", **options), overlap=overlap, prompt_lookup=0)
+    plain = run(make_request("some text, ", **options), overlap=overlap, lookup=0)
     assert len(loop.runner.plans) < 0.75 * len(plain.runner.plans)
     statistics = loop.scheduler.statistics()
     assert statistics.drafted_tokens == sum(drafts(loop))
@@ -63,16 +64,16 @@ def test_the_drafts_of_the_step_that_a_request_ends_in_count_as_the_sessions(max
 
 
 def test_text_that_does_not_repeat_is_planned_as_without() -> None:
-    def steps(prompt_lookup: int) -> list[tuple[int, ...]]:
+    def steps(lookup: int) -> list[tuple[int, ...]]:
         requests = [make_request(f"{index} and text", max_tokens=20) for index in range(3)]
-        plans = run(*requests, prompt_lookup=prompt_lookup, model=FakeModel()).runner.plans
+        plans = run(*requests, lookup=lookup, model=FakeModel()).runner.plans
         return [tuple(row.start for row in plan.rows) for plan in plans]
 
     assert steps(3) == steps(0)
 
 
 def test_nothing_is_planned_while_drafts_are_in_flight() -> None:
-    loop = Loop(model=PARROT, prompt_lookup=3)
+    loop = LoopBuilder(model=PARROT).drafts(lookup=3).loop()
     loop.submit(make_request("again and again and ", max_tokens=60))
     other = make_request("a prompt of its own", max_tokens=20)
     while not drafts(loop)[-1:] or not drafts(loop)[-1]:
@@ -100,7 +101,7 @@ def test_the_first_drafts_follow_a_token_that_the_host_does_not_know() -> None:
 @pytest.mark.parametrize("count", [1, 3, 5, 8])
 def test_drafts_fill_few_rows_or_what_would_be_padding(max_requests: int, count: int) -> None:
     requests = [make_request(f"{index}, again and again and ", max_tokens=30) for index in range(count)]
-    loop = run(*requests, model=PARROT, max_requests=max_requests, prompt_lookup=5, max_prefill_rows=8)
+    loop = run(*requests, model=PARROT, max_requests=max_requests, lookup=5, max_prefill_rows=8)
     for plan in loop.runner.plans:
         owners = sum(not row.draft for row in plan.decode)
         if plan.drafted:
@@ -115,7 +116,7 @@ def test_drafts_fill_few_rows_or_what_would_be_padding(max_requests: int, count:
 
 def test_no_request_gets_more_than_its_share_or_its_bound() -> None:
     requests = [make_request(f"{index}, again and again and ", max_tokens=60) for index in range(2)]
-    plans = run(*requests, model=PARROT, max_requests=8, prompt_lookup=2).runner.plans
+    plans = run(*requests, model=PARROT, max_requests=8, lookup=2).runner.plans
     for plan in plans:
         for request in requests:
             assert sum(row.draft and row.request is request for row in plan.decode) <= 2
@@ -129,7 +130,7 @@ def test_the_end_may_come_amid_the_drafts() -> None:
         model = EchoModel(alphabet=tuple(range(40, 60)), eos_rate=0.15, surprises=0.3, salt=seed)
         options: dict[str, Any] = {"min_tokens": seed % 7, "max_tokens": 7 + seed % 20, "logprobs": 1}
         request = make_request("again and again and ", stop_ids=(50, 51), **options)
-        loop = run(request, model=model, prompt_lookup=3)
+        loop = run(request, model=model, lookup=3)
         expected = model.generate(request)
         assert loop.output(request) == expected, seed
         assert [entry.token_id for event in loop.events[request.id] for entry in LOGPROBS.of(event)] == expected
@@ -164,9 +165,9 @@ def test_rejected_drafts_never_reach_the_prefix_cache() -> None:
 def test_drafts_take_no_page_that_somebody_may_need() -> None:
     """As many preemptions as without."""
 
-    def preempted(prompt_lookup: int) -> int:
+    def preempted(lookup: int) -> int:
         requests = [make_request(f"{index}, again and again and ", max_tokens=60) for index in range(4)]
-        loop = run(*requests, model=PARROT, pages=20, page_size=8, reserve=NoReserve(), prompt_lookup=prompt_lookup)
+        loop = run(*requests, model=PARROT, pages=20, page_size=8, reserve=NoReserve(), lookup=lookup)
         for request in requests:
             assert loop.output(request) == PARROT.generate(request)
         return loop.scheduler.statistics().preemptions
@@ -175,7 +176,7 @@ def test_drafts_take_no_page_that_somebody_may_need() -> None:
 
 
 def test_a_request_that_ends_from_outside_with_drafts_in_flight_gives_everything_back() -> None:
-    loop = Loop(model=PARROT, prompt_lookup=3)
+    loop = LoopBuilder(model=PARROT).drafts(lookup=3).loop()
     request = make_request("again and again and ", max_tokens=60)
     loop.submit(request)
     while not any(drafts(loop)):
@@ -192,7 +193,7 @@ def test_a_failed_step_with_drafts_fails_its_requests_once() -> None:
     def fail(plan: StepPlan) -> BaseException | None:
         return RuntimeError("on fire") if plan.drafted else None
 
-    loop = Loop(model=PARROT, prompt_lookup=3, fail=fail)
+    loop = LoopBuilder(model=PARROT).drafts(lookup=3).steps(fail=fail).loop()
     request = make_request("again and again and ", max_tokens=60, eos_ids=(EOS,))
     loop.submit(request)
     loop.run()
@@ -224,7 +225,7 @@ class Oracle(Drafter):
 
 def test_the_first_drafter_with_a_proposal_has_the_row() -> None:
     right, wrong = Oracle("right", "a"), Oracle("wrong", "ab", wrong=True)
-    loop = Loop(model=PARROT, drafters=[right, wrong], max_requests=8, max_tokens_per_step=64)
+    loop = LoopBuilder(model=PARROT, max_requests=8, max_tokens_per_step=64).drafts(drafters=[right, wrong]).loop()
     requests = [make_request(f"{letter} prompt", max_tokens=30, eos_ids=()) for letter in "abc"]
     for request in requests:
         loop.submit(request)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, exact
+from helpers.scheduling import LoopBuilder, exact
 from rekindle._src.core.records import FinishReason, PageMove, Row, Status
 from rekindle.errors import InvalidRequest, RequestFailed, StepFailed, StoreError
 
@@ -14,7 +14,7 @@ from rekindle.errors import InvalidRequest, RequestFailed, StepFailed, StoreErro
 @pytest.mark.parametrize("length", [3, 21, 60])
 def test_a_row_that_can_not_be_prepared_fails_its_request_alone(overlap: bool, length: int) -> None:
     """A decode row's worth of prompt, one chunk, and a prompt of several chunks."""
-    loop = Loop(overlap=overlap)
+    loop = LoopBuilder(overlap=overlap).loop()
     others = [make_request(f"neighbour {index} " * 2, max_tokens=12) for index in range(5)]
     bad = make_request("b" * length, max_tokens=9)
 
@@ -35,7 +35,7 @@ def test_a_row_that_can_not_be_prepared_fails_its_request_alone(overlap: bool, l
 
 
 def test_a_request_that_fails_in_the_middle_keeps_what_it_had_and_its_drafts_count_for_nothing() -> None:
-    loop = Loop(prompt_lookup=3, max_requests=4)
+    loop = LoopBuilder(max_requests=4).drafts(lookup=3).loop()
     bad = make_request("abcabcabcabc", max_tokens=40)
     other = make_request("xyzxyzxyz", max_tokens=20)
     error = InvalidRequest("min_tokens", 2, "is wrong", "Use 0")
@@ -50,7 +50,7 @@ def test_a_request_that_fails_in_the_middle_keeps_what_it_had_and_its_drafts_cou
 
 
 def test_a_waiter_computes_the_prefix_of_a_request_that_failed() -> None:
-    loop = Loop()
+    loop = LoopBuilder().loop()
     bad = make_request("s" * 40, max_tokens=4)
     waiting = make_request("s" * 40 + "t", max_tokens=4)
     loop.runner.refuse = lambda row: ValueError("no") if row.request is bad else None
@@ -63,7 +63,7 @@ def test_a_waiter_computes_the_prefix_of_a_request_that_failed() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_page_that_can_not_be_restored_fails_who_holds_it_and_is_computed_the_next_time(overlap: bool) -> None:
     tier = DictTier()
-    loop = Loop(pages=12, page_size=8, host_tier=tier, overlap=overlap, max_requests=3)
+    loop = LoopBuilder(pages=12, page_size=8, overlap=overlap, max_requests=3).cache(host_tier=tier).loop()
     first = make_request("p" * 33, max_tokens=2)
     loop.submit(first)
     loop.run()
@@ -99,7 +99,7 @@ def test_a_page_that_can_not_be_restored_fails_who_holds_it_and_is_computed_the_
 
 def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_flight() -> None:
     """The request that fails holds pages whose children have left the device: these can be evicted when it ends."""
-    loop = Loop(pages=24, page_size=4, max_tokens_per_step=16, host_tier=DictTier(1000))
+    loop = LoopBuilder(pages=24, page_size=4, max_tokens_per_step=16).cache(host_tier=DictTier(1000)).loop()
 
     def run(prompt: list[int]) -> None:
         request = make_request(prompt, max_tokens=4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import Loop, LoopBuilder
 from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import Request
 from rekindle._src.kvcache.pool import PagePool
@@ -20,20 +20,21 @@ from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.sequence import Sequence
 
 PAGE = 16
-KINDS: dict[str, dict[str, Any]] = {
-    "pages": {},
-    "whole pages alone": {"least_copied": 0},
-    "few pages": {"pages": 24, "host_tier": DictTier(1000)},
-    "data shards": {"shards": 2},
-    "states": {"states": 8},
-    "windows": {"window": 24, "window_pages": 20},
-    "states below the device": {"states": 3, "pages": 24, "host_tier": DictTier(1000), "state_tier": DictTier(1000)},
+
+
+def small(pages: int = 128) -> LoopBuilder:
+    return LoopBuilder(page_size=PAGE, max_requests=2, max_tokens_per_step=64, pages=pages)
+
+
+KINDS = {
+    "pages": small(),
+    "whole pages alone": small().cache(least_copied=0),
+    "few pages": small(pages=24).cache(host_tier=DictTier(1000)),
+    "data shards": small().shards(2),
+    "states": small().states(slots=8),
+    "windows": small().window(positions=24, pages=20),
+    "states below the device": small(pages=24).cache(host_tier=DictTier(1000)).states(slots=3, tier=DictTier(1000)),
 }
-
-
-def loop_of(**options: Any) -> Loop:
-    settings: dict[str, Any] = {"page_size": PAGE, "max_requests": 2, "max_tokens_per_step": 64, "pages": 128}
-    return Loop(**settings | options)
 
 
 def cached(hit: PromptHit) -> int:
@@ -48,7 +49,7 @@ def hit(loop: Loop, request: Request) -> int:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 21, 32, 33, 41, 48, 101])
 def test_a_prompt_asked_again_hits_all_but_its_last_token(length: int) -> None:
-    loop = loop_of()
+    loop = small().loop()
     prompt = [3 * place % 90 for place in range(length)]
     assert cached(loop.scheduler.forecast(make_request(prompt))) == hit(loop, make_request(prompt, max_tokens=40)) == 0
     told = loop.scheduler.forecast(make_request(prompt))
@@ -59,7 +60,7 @@ def test_a_prompt_asked_again_hits_all_but_its_last_token(length: int) -> None:
 def test_it_is_what_a_request_hits(kind: str) -> None:
     """Prompts that share beginnings of any length, asked one after the other, in every kind of cache."""
     draw, seen = random.Random(kind), set[int]()
-    loop = loop_of(**KINDS[kind])
+    loop = KINDS[kind].loop()
     stems = [[draw.randrange(90) for _ in range(90)] for _ in range(3)]
     for _ in range(60):
         own = [draw.randrange(90) for _ in range(draw.randrange(1, 30))]
@@ -75,7 +76,7 @@ def test_it_is_what_a_request_hits(kind: str) -> None:
 
 
 def test_a_salt_has_hits_of_its_own() -> None:
-    loop, prompt = loop_of(), list(range(40))
+    loop, prompt = small().loop(), list(range(40))
     hit(loop, make_request(prompt, max_tokens=20, salt="mine"))
     assert cached(loop.scheduler.forecast(make_request(prompt))) == 0
     assert cached(loop.scheduler.forecast(make_request(prompt, salt="mine"))) == 39

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.fakes import FakeModel, extended, make_request
 from helpers.guides import RuleGuide, letters
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, LoopBuilder, NoReserve
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideReport, Mask, Request
 from rekindle._src.core.report_kinds import GUIDED
@@ -41,7 +41,7 @@ def check(loop: Loop, *requests: Request) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_guided_and_free_rows_are_exact_together(overlap: bool) -> None:
-    loop = Loop(overlap=overlap, model=MODEL)
+    loop = LoopBuilder(overlap=overlap, model=MODEL).loop()
     requests = [
         guided("first prompt"),
         make_request("free", max_tokens=30),
@@ -60,7 +60,7 @@ def test_guided_and_free_rows_are_exact_together(overlap: bool) -> None:
 
 
 def test_forced_tokens_are_drafted_and_take_fewer_steps() -> None:
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     request = guided("a prompt", 30)
     loop.submit(request)
     loop.run()
@@ -89,7 +89,7 @@ def test_a_guide_that_raises_fails_its_own_request(call: str, error: Exception) 
         def copy(self) -> Raises:
             return dataclasses.replace(self, history=[*self.history])
 
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     failing = make_request("first prompt", guide=Raises(letters, 20), max_tokens=60)
     others = [guided("first prompt"), make_request("free", max_tokens=30)]
     for request in (failing, *others):
@@ -115,7 +115,7 @@ def test_a_wrong_spelling_is_rejected_not_injected() -> None:
         return range(97, 123)
 
     request = make_request("a prompt", guide=Spells(any_letter, 40), max_tokens=60)
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     loop.submit(request)
     loop.run()
     plain = make_request("a prompt", guide=RuleGuide(any_letter, 40), max_tokens=60)
@@ -125,7 +125,7 @@ def test_a_wrong_spelling_is_rejected_not_injected() -> None:
 
 
 def test_drafts_wait_for_the_device_only_where_there_are_some() -> None:
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     request = make_request("x", guide=RuleGuide(lambda position, last: range(97, 123), 12), max_tokens=60)
     loop.submit(request)
     loop.run()
@@ -134,7 +134,7 @@ def test_drafts_wait_for_the_device_only_where_there_are_some() -> None:
 
 
 def test_preempted_requests_go_on_where_they_were() -> None:
-    loop = Loop(pages=14, max_requests=4, model=MODEL, reserve=NoReserve())
+    loop = LoopBuilder(pages=14, max_requests=4, model=MODEL).queue(reserve=NoReserve()).loop()
     requests = [guided(f"prompt {index} " * 2, 50) for index in range(4)]
     for request in requests:
         loop.submit(request)
@@ -144,7 +144,7 @@ def test_preempted_requests_go_on_where_they_were() -> None:
 
 
 def test_min_tokens_beyond_the_end_of_a_grammar_fail_that_request_alone() -> None:
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     short, other = guided("short", 5, min_tokens=9), guided("other", 9)
     for request in (short, other):
         loop.submit(request)
@@ -157,7 +157,7 @@ def test_min_tokens_beyond_the_end_of_a_grammar_fail_that_request_alone() -> Non
 
 
 def test_a_guide_that_can_not_go_on_fails_its_request_alone() -> None:
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     stuck = make_request("stuck", guide=RuleGuide(letters, 30, fails_at=7), max_tokens=60)
     other = guided("other", 20)
     for request in (stuck, other):
@@ -170,7 +170,7 @@ def test_a_guide_that_can_not_go_on_fails_its_request_alone() -> None:
 
 
 def test_max_tokens_cut_a_guided_text() -> None:
-    loop = Loop(model=MODEL)
+    loop = LoopBuilder(model=MODEL).loop()
     request = make_request("x", guide=RuleGuide(letters, 40), max_tokens=10)
     loop.submit(request)
     loop.run()
@@ -183,10 +183,12 @@ def test_max_tokens_cut_a_guided_text() -> None:
 def test_anything_beside_anything(data: st.DataObject) -> None:
     """Guided and free requests that come, are cancelled, preempted and end at any time; all others are exact."""
     lookup = data.draw(st.sampled_from([0, 3]))
-    loop = Loop(
-        pages=data.draw(st.integers(14, 60)), max_requests=4, model=MODEL, reserve=NoReserve(), prompt_lookup=lookup,
-        overlap=data.draw(st.booleans()),
-    )  # fmt: skip
+    loop = (
+        LoopBuilder(pages=data.draw(st.integers(14, 60)), max_requests=4, model=MODEL, overlap=data.draw(st.booleans()))
+        .queue(reserve=NoReserve())
+        .drafts(lookup=lookup)
+        .loop()
+    )
     requests: list[Request] = []
     aborted: set[str] = set()
     for _ in range(data.draw(st.integers(5, 40))):
@@ -215,7 +217,7 @@ def test_anything_beside_anything(data: st.DataObject) -> None:
 
 def test_a_failed_step_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step after it waits for tokens that never come, and still runs for its other rows."""
-    loop = Loop(model=MODEL, max_requests=4)
+    loop = LoopBuilder(model=MODEL, max_requests=4).loop()
     first, second = guided("first", 30), make_request("second", max_tokens=20)
     for request in (first, second):
         loop.submit(request)

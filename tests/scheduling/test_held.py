@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import extended, make_request
-from helpers.scheduling import Loop, exact
+from helpers.scheduling import LoopBuilder, exact
 from rekindle._src.core.captured import Backlog
 from rekindle._src.core.records import Request
 from rekindle._src.core.tapped import RequestTaps
@@ -24,7 +24,7 @@ def capturing(prompt: str, backlog: Backlog, **sampling: object) -> Request:
 @pytest.mark.parametrize("after", [1, 4])
 def test_others_go_on_while_it_is_held(after: int, policy: str) -> None:
     backlog = Backlog(most=100)
-    loop = Loop(policy=policy, max_tokens_per_step=16)
+    loop = LoopBuilder(max_tokens_per_step=16).queue(policy=policy).loop()
     slow = capturing(PROMPT, backlog, max_tokens=8)
     loop.submit(slow)
     for _ in range(after):
@@ -48,7 +48,7 @@ def test_others_go_on_while_it_is_held(after: int, policy: str) -> None:
 
 def test_a_held_request_can_be_aborted() -> None:
     backlog = Backlog(most=1)
-    loop = Loop()
+    loop = LoopBuilder().loop()
     slow = capturing(PROMPT, backlog, max_tokens=8)
     loop.submit(slow)
     loop.step()
@@ -62,7 +62,7 @@ def test_a_held_request_can_be_aborted() -> None:
 def test_a_disk_may_take_longer_than_a_copy_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "STALL_SECONDS", 0.0)
     backlog = Backlog(most=1)
-    loop = Loop()
+    loop = LoopBuilder().loop()
     loop.submit(capturing(PROMPT, backlog, max_tokens=8))
     loop.step()
     backlog.add(1)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, answered, cached, exact, prefix_of, text
+from helpers.scheduling import Loop, LoopBuilder, Sizes, answered, cached, exact, prefix_of, text
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, PageMove
 from rekindle._src.kvcache import SidePages
@@ -16,9 +16,8 @@ from rekindle.errors import StoreError
 PAGE, WINDOW, SPAN = 4, 11, 3
 
 
-def loop(**options: Any) -> Loop:
-    values: dict[str, Any] = {"pages": 128, "page_size": PAGE, "max_tokens_per_step": 16, "window": WINDOW, **options}
-    return Loop(**values)
+def with_window(**sizes: Unpack[Sizes]) -> LoopBuilder:
+    return LoopBuilder(pages=128, page_size=PAGE, max_tokens_per_step=16).sizes(**sizes).window(positions=WINDOW)
 
 
 def windows(loop: Loop) -> SidePages:
@@ -28,7 +27,7 @@ def windows(loop: Loop) -> SidePages:
 
 
 def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
-    model, most = loop(), 0
+    model, most = with_window().loop(), 0
     request = make_request(text(200), max_tokens=40)
     model.submit(request)
     while model.step():
@@ -40,7 +39,7 @@ def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
 
 
 def test_the_next_turn_and_the_prompt_again_hit_fully_when_all_else_has_left() -> None:
-    model = loop(pages=512)
+    model = with_window(pages=512).loop()
     (first,) = answered(model, text(100), max_tokens=60)
     for start in range(3):  # what is in the middle of other prompts leaves before
         answered(model, [(start + 50 + 3 * position) % 89 for position in range(150)])
@@ -53,7 +52,7 @@ def test_the_next_turn_and_the_prompt_again_hit_fully_when_all_else_has_left() -
 
 
 def test_a_branch_computes_again_once_and_is_kept_then() -> None:
-    model = loop(pages=512)
+    model = with_window(pages=512).loop()
     answered(model, text(160))
     answered(model, [(50 + 3 * position) % 89 for position in range(150)])
     (second,) = answered(model, text(80, 91, 92, 93, 94, 95))
@@ -66,13 +65,13 @@ def test_a_branch_computes_again_once_and_is_kept_then() -> None:
 
 
 def test_requests_at_once_share_pages() -> None:
-    model = loop()
+    model = with_window().loop()
     requests = answered(model, *(text(60, *([suffix] * 5)) for suffix in range(91, 94)))
     assert [cached(model, request) for request in requests] == [0, 60, 60]
 
 
 def test_a_pinned_prefix_keeps_its_window() -> None:
-    model = loop(pages=512, window_pages=8)
+    model = with_window(pages=512).window(pages=8).loop()
     answered(model, text(80))
     assert model.scheduler.pin(Prefix(prefix_of(model.cache, max(model.cache, key=lambda node: node.depth))[:80])) == 80
     for start in range(4):
@@ -85,7 +84,8 @@ def test_a_pinned_prefix_keeps_its_window() -> None:
 
 def test_pinned_pages_that_a_request_holds_are_not_room_that_it_lacks() -> None:
     """A request that came back to its pinned prompt waited forever for pages that were free."""
-    model = loop(pages=4, window=8, max_requests=2, max_tokens_per_step=8, max_prefill_rows=1, least_copied=0)
+    builder = with_window(pages=4, max_requests=2, max_tokens_per_step=8, max_prefill_rows=1)
+    model = builder.window(positions=8).cache(least_copied=0).loop()
     prompt = text(9)
     requests = [make_request(prompt, max_tokens=5, seed=seed, temperature=1.0) for seed in range(2)]
     for request in requests:
@@ -100,7 +100,7 @@ def test_pinned_pages_that_a_request_holds_are_not_room_that_it_lacks() -> None:
 
 
 def test_pages_come_back_from_host_memory_with_their_window() -> None:
-    model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
+    model = with_window(pages=40).cache(host_tier=DictTier(1000)).states(tier=DictTier(1000)).loop()
     (first,) = answered(model, text(90))
     answered(model, [(50 + 3 * position) % 89 for position in range(140)])
     (again,) = answered(model, text(90, 91))
@@ -114,7 +114,7 @@ def test_pages_come_back_from_host_memory_with_their_window() -> None:
 
 @pytest.mark.parametrize("what", ["lose", "lose_entry"])
 def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
-    model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
+    model = with_window(pages=40).cache(host_tier=DictTier(1000)).states(tier=DictTier(1000)).loop()
     answered(model, text(90))
     answered(model, [(50 + 3 * position) % 89 for position in range(140)])
 
@@ -136,7 +136,7 @@ def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
 
 def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_flight() -> None:
     """A sequence that ends later holds pages whose children have left the device: they are offered for eviction."""
-    model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
+    model = with_window(pages=40).cache(host_tier=DictTier(1000)).states(tier=DictTier(1000)).loop()
     answered(model, text(90))
     answered(model, [(50 + 3 * position) % 89 for position in range(140)])
     model.runner.lose = lambda move: StoreError("it is gone")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import Loop, LoopBuilder
 from rekindle._src.core.records import Request
 from rekindle._src.scheduling.policies import WINDOW
 
@@ -24,8 +24,8 @@ def served(loop: Loop, requests: list[Request]) -> list[str]:
     return [id for id in order if id in wanted]
 
 
-def one_at_a_time(policy: str, **options: int) -> Loop:
-    return Loop(policy=policy, page_size=PAGE, max_requests=1, seed=3, **options)
+def one_at_a_time(policy: str, *, max_overtakes: int = 64) -> Loop:
+    return LoopBuilder(page_size=PAGE, max_requests=1).queue(policy=policy, seed=3, max_overtakes=max_overtakes).loop()
 
 
 def text(*pages: int, tail: int = 0) -> list[int]:
@@ -50,7 +50,7 @@ def test_lof_puts_the_longest_output_first() -> None:
 
 def test_random_is_shuffled_and_reproducible() -> None:
     def order(seed: int) -> list[str]:
-        loop = Loop(policy="random", max_requests=1, seed=seed)
+        loop = LoopBuilder(max_requests=1).queue(policy="random", seed=seed).loop()
         return served(loop, [make_request("x", id=f"q{index}", max_tokens=1) for index in range(8)])
 
     assert order(1) == order(1) != order(2)
@@ -69,7 +69,7 @@ def test_lpm_puts_the_longest_cached_prefix_first() -> None:
 
 
 def test_dfs_weight_serves_the_branch_with_most_waiting_requests_together() -> None:
-    loop = Loop(policy="dfs-weight", page_size=PAGE, max_requests=8, max_prefill_rows=8)
+    loop = LoopBuilder(page_size=PAGE, max_requests=8, max_prefill_rows=8).queue(policy="dfs-weight").loop()
     served(loop, [make_request(text(1, 2), max_tokens=1), make_request(text(1, 3), max_tokens=1)])
     served(loop, [make_request(text(4, 5), max_tokens=1)])
     requests = [

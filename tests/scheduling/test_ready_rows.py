@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from helpers.fakes import EchoModel, make_request
-from helpers.scheduling import Loop, exact
+from helpers.scheduling import Loop, LoopBuilder, exact
 from rekindle._src.core.records import Request, Status
 from rekindle._src.programs.buckets import StepSize
 from rekindle._src.scheduling.sequence import Explanation
@@ -79,7 +79,7 @@ def explained(loop: Loop, request: Request) -> Explanation:
 def started(programs: Programs, policy: str = "fcfs") -> tuple[Loop, Request]:
     """A loop in which a plain request streams."""
     programs.make("plain")
-    loop = Loop(programs=programs, policy=policy)
+    loop = LoopBuilder().steps(programs=programs).queue(policy=policy).loop()
     stream = make_request("a stream", max_tokens=40)
     loop.submit(stream)
     for _ in range(3):
@@ -121,7 +121,7 @@ def test_a_stream_has_a_token_in_every_step_while_another_request_waits() -> Non
 
 def test_where_nothing_else_runs_the_step_waits_for_its_program() -> None:
     programs = Programs()
-    loop = Loop(programs=programs)
+    loop = LoopBuilder().steps(programs=programs).loop()
     loop.submit(request := make_request("alone", max_tokens=5, logprobs=2))
     assert loop.step()
     assert not programs.wanted and not loop.scheduler.held
@@ -243,7 +243,7 @@ def test_one_whose_prompt_is_cached_but_for_a_token_waits_once() -> None:
     """Its last token is a decode row: it is among those that decode, and among those that prefill."""
     programs = Programs()
     programs.make("plain")
-    loop = Loop(programs=programs)
+    loop = LoopBuilder().steps(programs=programs).loop()
     prompt = list(range(17))  # two pages and a token
     loop.submit(first := make_request(prompt, max_tokens=30))
     for _ in range(4):
@@ -283,7 +283,7 @@ def test_rows_that_wait_for_nothing_run() -> None:
     """Whatever the programs say: a step waits for its program then, with all of its rows."""
     programs = Programs()
     programs.fit = lambda needs, size: Fit(False)  # type: ignore[method-assign]
-    loop = Loop(programs=programs)
+    loop = LoopBuilder().steps(programs=programs).loop()
     programs.make("plain")
     loop.submit(request := make_request([1] * 9, max_tokens=3))
     for _ in range(40):
@@ -295,7 +295,7 @@ def test_rows_that_wait_for_nothing_run() -> None:
 def repeating(programs: Programs) -> tuple[Loop, Request]:
     """Run the first steps of a text that lookup drafts, while the plainest program is ready."""
     programs.make("plain")
-    loop = Loop(programs=programs, model=EchoModel(surprises=0.0), prompt_lookup=3)
+    loop = LoopBuilder(model=EchoModel(surprises=0.0)).steps(programs=programs).drafts(lookup=3).loop()
     loop.submit(stream := make_request("again and again and ", max_tokens=60))
     for _ in range(20):
         loop.step()

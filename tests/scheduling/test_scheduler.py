@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve, exact
+from helpers.scheduling import Loop, LoopBuilder, NoReserve, exact
 from helpers.thorough import by_default
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, Request, RowResult, Status, StepPlan, StepResult
@@ -23,7 +23,7 @@ def submit(loop: Loop, *requests: Request) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_batch_gives_what_each_gives_alone(overlap: bool) -> None:
-    loop = Loop(overlap=overlap, model=FakeModel(eos_rate=0.05))
+    loop = LoopBuilder(overlap=overlap, model=FakeModel(eos_rate=0.05)).loop()
     requests = [make_request(f"prompt {index} " * (index + 1), max_tokens=5 + index) for index in range(10)]
     submit(loop, *requests)
     loop.run()
@@ -31,7 +31,7 @@ def test_a_batch_gives_what_each_gives_alone(overlap: bool) -> None:
 
 
 def test_decode_rows_come_before_prefill_chunks_within_the_budget() -> None:
-    loop = Loop(max_tokens_per_step=8, overlap=False)
+    loop = LoopBuilder(max_tokens_per_step=8, overlap=False).loop()
     short, long = make_request("ab", max_tokens=9), make_request("x" * 20, max_tokens=2)
     submit(loop, short)
     loop.step()
@@ -44,7 +44,7 @@ def test_decode_rows_come_before_prefill_chunks_within_the_budget() -> None:
 
 
 def test_beside_decode_rows_prompts_get_less_of_a_step() -> None:
-    loop = Loop(max_tokens_per_step=16, max_beside_decode=4, overlap=False)
+    loop = LoopBuilder(max_tokens_per_step=16, overlap=False).steps(max_beside_decode=4).loop()
     short, long, last = make_request("ab", max_tokens=4), make_request("x" * 20, max_tokens=2), make_request("y" * 16)
     submit(loop, short)
     loop.step()
@@ -59,14 +59,14 @@ def test_beside_decode_rows_prompts_get_less_of_a_step() -> None:
 
 
 def test_at_most_max_prefill_rows_sequences_prefill_in_one_step() -> None:
-    loop = Loop(max_prefill_rows=2, max_requests=4)
+    loop = LoopBuilder(max_prefill_rows=2, max_requests=4).loop()
     submit(loop, *(make_request(f"{index}!", max_tokens=1) for index in range(4)))
     loop.run()
     assert [len(plan.prefill) for plan in loop.runner.plans] == [2, 2]
 
 
 def test_a_budget_smaller_than_the_batch_starves_nobody() -> None:
-    loop = Loop(max_tokens_per_step=2, max_requests=4)
+    loop = LoopBuilder(max_tokens_per_step=2, max_requests=4).loop()
     requests = [make_request(f"request {index}", max_tokens=6) for index in range(8)]
     submit(loop, *requests)
     loop.run()
@@ -74,9 +74,9 @@ def test_a_budget_smaller_than_the_batch_starves_nobody() -> None:
 
 
 def test_sixteen_requests_that_share_a_prefix_compute_it_once() -> None:
-    loop = Loop(
+    loop = LoopBuilder(
         pages=600, page_size=16, max_requests=16, max_tokens_per_step=512, max_prefill_rows=16, max_model_len=2048
-    )
+    ).loop()
     prefix = "p" * 1024
     requests = [make_request(f"{prefix}question {index:02}", max_tokens=4) for index in range(16)]
     submit(loop, *requests)
@@ -89,7 +89,7 @@ def test_sixteen_requests_that_share_a_prefix_compute_it_once() -> None:
 
 
 def test_siblings_of_one_prompt_share_it() -> None:
-    loop = Loop(max_requests=4, pages=64)
+    loop = LoopBuilder(max_requests=4, pages=64).loop()
     siblings = [
         make_request("a prompt of forty-one tokens, more or less", seed=seed, temperature=1.0, max_tokens=6)
         for seed in range(4)
@@ -101,7 +101,7 @@ def test_siblings_of_one_prompt_share_it() -> None:
 
 
 def test_a_small_shared_beginning_is_not_waited_for() -> None:
-    loop = Loop(max_requests=2, max_tokens_per_step=128)
+    loop = LoopBuilder(max_requests=2, max_tokens_per_step=128).loop()
     one, two = (make_request("template" + letter * 40, max_tokens=2) for letter in "ab")
     submit(loop, one, two)
     loop.run()
@@ -110,7 +110,7 @@ def test_a_small_shared_beginning_is_not_waited_for() -> None:
 
 
 def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted() -> None:
-    loop = Loop(max_tokens_per_step=32)
+    loop = LoopBuilder(max_tokens_per_step=32).loop()
     owner, waiter = (make_request("the same long prompt, twice", max_tokens=3) for _ in range(2))
     submit(loop, owner, waiter)
     loop.step()
@@ -124,7 +124,7 @@ def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted() -> None:
 
 
 def test_a_chat_that_goes_on_finds_what_it_generated() -> None:
-    loop = Loop()
+    loop = LoopBuilder().loop()
     first = make_request("Tell me a story", max_tokens=30)
     submit(loop, first)
     loop.run()
@@ -138,7 +138,7 @@ def test_a_chat_that_goes_on_finds_what_it_generated() -> None:
 
 
 def test_without_a_cache_nothing_is_shared_or_awaited() -> None:
-    loop = Loop(prefix_cache=False, max_tokens_per_step=256)
+    loop = LoopBuilder(max_tokens_per_step=256).cache(prefixes=False).loop()
     requests = [make_request("the same long prompt, twice", max_tokens=3) for _ in range(2)]
     submit(loop, *requests)
     loop.run()
@@ -149,7 +149,7 @@ def test_without_a_cache_nothing_is_shared_or_awaited() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted_requests_resume_from_the_cache_and_are_exact(overlap: bool) -> None:
-    loop = Loop(pages=12, max_requests=4, overlap=overlap, reserve=NoReserve())
+    loop = LoopBuilder(pages=12, max_requests=4, overlap=overlap).queue(reserve=NoReserve()).loop()
     requests = [make_request(f"request {index}", max_tokens=40, temperature=1.0, seed=index) for index in range(4)]
     submit(loop, *requests)
     loop.run()
@@ -162,7 +162,7 @@ def test_preempted_requests_resume_from_the_cache_and_are_exact(overlap: bool) -
 
 
 def test_priority_decides_who_is_preempted() -> None:
-    loop = Loop(pages=8, max_requests=2, policy="priority", reserve=NoReserve())
+    loop = LoopBuilder(pages=8, max_requests=2).queue(policy="priority", reserve=NoReserve()).loop()
     low, high = make_request("low", max_tokens=50, priority=0), make_request("high", max_tokens=50, priority=5)
     submit(loop, low)
     loop.step()
@@ -174,7 +174,7 @@ def test_priority_decides_who_is_preempted() -> None:
 
 
 def test_the_reserve_learns_from_what_requests_use() -> None:
-    loop = Loop(model=FakeModel(eos_rate=0.5), pages=2000, max_model_len=4096)
+    loop = LoopBuilder(model=FakeModel(eos_rate=0.5), pages=2000, max_model_len=4096).loop()
     before = loop.scheduler.statistics().reserve_fraction
     submit(loop, *(make_request(f"{index}", max_tokens=1000) for index in range(30)))
     loop.run()
@@ -182,7 +182,7 @@ def test_the_reserve_learns_from_what_requests_use() -> None:
 
 
 def test_eos_and_stop_ids_end_a_request_only_after_min_tokens() -> None:
-    loop = Loop(model=FakeModel(eos_rate=1.0), overlap=True)
+    loop = LoopBuilder(model=FakeModel(eos_rate=1.0), overlap=True).loop()
     eos = make_request("a", max_tokens=9, min_tokens=3)
     stop = make_request("b", max_tokens=9, ignore_eos=True, stop_ids=(EOS,))
     deaf = make_request("c", max_tokens=9, ignore_eos=True)
@@ -195,7 +195,7 @@ def test_eos_and_stop_ids_end_a_request_only_after_min_tokens() -> None:
 
 def test_the_scheduler_itself_ignores_ends_before_min_tokens() -> None:
     """Should a device program not mask them, a user-supplied processor for instance."""
-    loop = Loop()
+    loop = LoopBuilder().loop()
     request = make_request("a", max_tokens=9, min_tokens=2)
     submit(loop, request)
     for _ in range(3):
@@ -208,7 +208,7 @@ def test_the_scheduler_itself_ignores_ends_before_min_tokens() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_max_tokens_is_never_overrun_and_computes_no_row_too_many(overlap: bool) -> None:
-    loop = Loop(overlap=overlap)
+    loop = LoopBuilder(overlap=overlap).loop()
     request = make_request("abc", max_tokens=5)
     submit(loop, request)
     loop.run()
@@ -217,7 +217,7 @@ def test_max_tokens_is_never_overrun_and_computes_no_row_too_many(overlap: bool)
 
 
 def test_prompt_logprobs_skip_the_cache_and_come_once_each() -> None:
-    loop = Loop(pages=12, max_requests=3, max_tokens_per_step=8, reserve=NoReserve())
+    loop = LoopBuilder(pages=12, max_requests=3, max_tokens_per_step=8).queue(reserve=NoReserve()).loop()
     plain = make_request("the very same prompt", max_tokens=30)
     options = {"max_tokens": 30, "temperature": 1.0, "prompt_logprobs": 2, "logprobs": 1}
     starts = (0, 13)
@@ -240,7 +240,7 @@ def test_a_failed_step_ends_its_requests_only() -> None:
     def fail(plan: StepPlan) -> RuntimeError | None:
         return RuntimeError("no such kernel") if plan.step == 4 else None
 
-    loop = Loop(max_requests=2, fail=fail)
+    loop = LoopBuilder(max_requests=2).steps(fail=fail).loop()
     requests = [make_request(f"request {index}", max_tokens=8) for index in range(4)]
     submit(loop, *requests)
     loop.run()
@@ -253,7 +253,7 @@ def test_a_failed_step_ends_its_requests_only() -> None:
 
 
 def test_what_can_not_be_accepted_raises_and_changes_nothing() -> None:
-    loop = Loop(pages=4, page_size=8, max_model_len=64, max_queue=2)
+    loop = LoopBuilder(pages=4, page_size=8, max_model_len=64).queue(max_queue=2).loop()
     with pytest.raises(PromptTooLong, match="max_model_len is 64"):
         loop.scheduler.submit(make_request("x" * 64))
     with pytest.raises(OutOfPages, match="33 tokens need 5 KV pages of 8, 4 can be used"):
@@ -268,7 +268,7 @@ def test_what_can_not_be_accepted_raises_and_changes_nothing() -> None:
 
 
 def test_pinned_pages_are_never_promised_to_a_request() -> None:
-    loop = Loop(pages=8, page_size=8)
+    loop = LoopBuilder(pages=8, page_size=8).loop()
     system = make_request("s" * 33, max_tokens=1)
     submit(loop, system)
     loop.run()
@@ -293,7 +293,7 @@ def test_pinned_pages_are_never_promised_to_a_request() -> None:
 
 
 def test_flushing_and_new_weights_recompute_without_losing_anybody() -> None:
-    loop = Loop(overlap=True)
+    loop = LoopBuilder(overlap=True).loop()
     requests = [make_request(f"request {index}", max_tokens=12) for index in range(3)]
     submit(loop, *requests)
     for _ in range(4):
@@ -309,7 +309,7 @@ def test_flushing_and_new_weights_recompute_without_losing_anybody() -> None:
 
 
 def test_who_waits_for_pages_or_behind_such_a_request_is_told_so() -> None:
-    loop = Loop(max_requests=4, overlap=False, pages=6)
+    loop = LoopBuilder(max_requests=4, overlap=False, pages=6).loop()
     requests = [make_request(letter * 20, max_tokens=20) for letter in "abc"]
     submit(loop, *requests)
     loop.step()
@@ -319,7 +319,7 @@ def test_who_waits_for_pages_or_behind_such_a_request_is_told_so() -> None:
 
 
 def test_status_and_explanations_follow_a_request() -> None:
-    loop = Loop(max_requests=1, overlap=False, max_tokens_per_step=8)
+    loop = LoopBuilder(max_requests=1, overlap=False, max_tokens_per_step=8).loop()
     first, second = make_request("a long first prompt", max_tokens=2), make_request("b", max_tokens=1)
     submit(loop, first, second)
     scheduler = loop.scheduler
@@ -344,7 +344,7 @@ def test_status_and_explanations_follow_a_request() -> None:
 @pytest.mark.parametrize("policy", by_default(["lpm", "fcfs", "sjf"]))
 def test_ten_thousand_waiting_requests_cost_a_plan_nothing(policy: str) -> None:
     def plan_time(queued: int) -> float:
-        loop = Loop(pages=400, max_requests=8, max_queue=20_000, policy=policy, max_model_len=200)
+        loop = LoopBuilder(pages=400, max_requests=8, max_model_len=200).queue(max_queue=20_000, policy=policy).loop()
         for index in range(8 + queued):
             loop.submit(make_request(np.arange(index, index + 20) % 97, max_tokens=150))
         spent = []

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from helpers.fakes import EOS, DictTier, EchoModel, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, LoopBuilder, NoReserve
 from rekindle._src.core.config import POLICIES, DraftSource
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, Request
@@ -74,34 +74,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int,
         window_pages: int,
     ) -> None:
-        self.depth = depth
+        self.depth, self.page_size = depth, page_size
         self.turns = 0
         self.pinned: list[IntArray] = []
         model = functools.partial(EchoModel, period=3, surprises=0.3) if drafts else FakeModel
-        self.loop = Loop(
-            pages=pages,
-            page_size=page_size,
-            max_requests=max_requests,
-            max_tokens_per_step=budget,
-            max_prefill_rows=prefill_rows,
-            max_model_len=max_model_len,
-            max_queue=6,
-            model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
-            prompt_lookup=drafts,
-            drafts=source if drafts else "auto",
-            prefix_cache=cached,
-            states=states,
-            window=window,
-            window_pages=window_pages,
-            state_step=state_step,
-            least_copied=least_copied,
-            edge=edge if states is not None and edge <= budget - max_requests else 1,
-            state_tier=None if state_tier is None else DictTier(state_tier),
-            host_tier=None if tier is None else DictTier(tier),
-            policy=policy,
-            seed=0,
-            max_overtakes=overtakes,
-            reserve=NoReserve() if greedy else None,
+        self.loop = (
+            LoopBuilder(
+                pages=pages,
+                page_size=page_size,
+                max_requests=max_requests,
+                max_tokens_per_step=budget,
+                max_prefill_rows=prefill_rows,
+                max_model_len=max_model_len,
+                model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
+            )
+            .queue(max_queue=6, policy=policy, seed=0, max_overtakes=overtakes, reserve=NoReserve() if greedy else None)
+            .drafts(lookup=drafts, source=source if drafts else "auto")
+            .cache(prefixes=cached, least_copied=least_copied, host_tier=None if tier is None else DictTier(tier))
+            .states(
+                slots=states,
+                step=state_step,
+                edge=edge if states is not None and edge <= budget - max_requests else 1,
+                tier=None if state_tier is None else DictTier(state_tier),
+            )
+            .window(positions=window, pages=window_pages)
+            .loop()
         )
         self.requests = {}
         self.expected_reason: dict[str, FinishReason] = {}
@@ -129,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert len(prompt) >= self.loop.scheduler.limits.max_model_len
             except OutOfPages:
                 pinned = self.loop.cache.pinned_pages
-                assert -(-len(prompt) // self.loop.pool_page_size) > self.loop.pool.total - pinned
+                assert -(-len(prompt) // self.page_size) > self.loop.pool.total - pinned
             except QueueFull:
                 assert waiting >= 6
             else:

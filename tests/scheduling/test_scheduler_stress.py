@@ -7,7 +7,7 @@ import random
 import pytest
 
 from helpers.fakes import DictTier, EchoModel, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import LoopBuilder, NoReserve
 from helpers.thorough import by_default
 from rekindle._src.core.config import POLICIES
 from rekindle._src.core.records import Request
@@ -18,22 +18,20 @@ def test_a_random_load_is_exact(seed: int) -> None:
     draw = random.Random(seed)
     page_size = draw.choice([2, 4, 8])
     model = EchoModel if seed % 3 == 2 else FakeModel
-    loop = Loop(
-        pages=draw.choice([14, 20, 40, 200]),
-        page_size=page_size,
-        max_requests=draw.choice([2, 4, 8]),
-        max_tokens_per_step=draw.choice([8, 16, 48]),
-        max_prefill_rows=draw.choice([1, 2, 8]),
-        overlap=draw.random() < 0.7,
-        model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
-        prompt_lookup=5 if seed % 3 == 2 else 0,
-        drafts="suffix" if seed % 3 == 2 and seed % 2 else "auto",
-        prefix_cache=seed % 6 != 5,
-        host_tier=draw.choice([None, DictTier(20), DictTier()]),
-        policy=draw.choice(POLICIES),
-        seed=seed,
-        max_overtakes=3,
-        reserve=draw.choice([None, NoReserve()]),
+    loop = (
+        LoopBuilder(
+            pages=draw.choice([14, 20, 40, 200]),
+            page_size=page_size,
+            max_requests=draw.choice([2, 4, 8]),
+            max_tokens_per_step=draw.choice([8, 16, 48]),
+            max_prefill_rows=draw.choice([1, 2, 8]),
+            overlap=draw.random() < 0.7,
+            model=model(eos_rate=draw.choice([0.0, 0.05]), alphabet=tuple(range(6))),
+        )
+        .drafts(lookup=5 if seed % 3 == 2 else 0, source="suffix" if seed % 3 == 2 and seed % 2 else "auto")
+        .cache(prefixes=seed % 6 != 5, host_tier=draw.choice([None, DictTier(20), DictTier()]))
+        .queue(policy=draw.choice(POLICIES), seed=seed, max_overtakes=3, reserve=draw.choice([None, NoReserve()]))
+        .loop()
     )
     texts = [[draw.randrange(6) for _ in range(60)] for _ in range(4)]
     longest = min(50, (loop.pool.total - 1) * page_size)

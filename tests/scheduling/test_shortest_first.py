@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.fakes import make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import Loop, LoopBuilder
 from rekindle._src.core.records import Request
 from rekindle._src.scheduling.policies import AGEING
 
@@ -34,7 +34,7 @@ def order(loop: Loop) -> list[str]:
 
 
 def test_the_fewest_uncached_tokens_go_first_and_equals_in_order_of_arrival() -> None:
-    loop = Loop(policy="sjf", max_requests=1, page_size=4, max_tokens_per_step=64)
+    loop = LoopBuilder(max_requests=1, page_size=4, max_tokens_per_step=64).queue(policy="sjf").loop()
     lengths = {"a": 30, "b": 7, "c": 50, "d": 7, "e": 3}
     rng = random.Random(0)
     for id, length in lengths.items():
@@ -44,7 +44,7 @@ def test_the_fewest_uncached_tokens_go_first_and_equals_in_order_of_arrival() ->
 
 
 def test_cached_tokens_do_not_count() -> None:
-    loop = Loop(policy="sjf", max_requests=1, page_size=4, max_tokens_per_step=64)
+    loop = LoopBuilder(max_requests=1, page_size=4, max_tokens_per_step=64).queue(policy="sjf").loop()
     history = prompt(random.Random(1), 60)
     loop.submit(make_request(history, id="before", max_tokens=1))
     loop.run()
@@ -55,7 +55,7 @@ def test_cached_tokens_do_not_count() -> None:
 
 
 def test_a_short_prompt_gets_the_budget_before_the_rest_of_a_long_one() -> None:
-    loop = Loop(policy="sjf", max_tokens_per_step=16, overlap=False)
+    loop = LoopBuilder(max_tokens_per_step=16, overlap=False).queue(policy="sjf").loop()
     long = make_request(prompt(random.Random(3), 200), max_tokens=2)
     loop.submit(long)
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_a_short_prompt_gets_the_budget_before_the_rest_of_a_long_one() -> None:
 
 
 def test_a_long_queue_is_searched_for_newly_come_short_prompts() -> None:
-    loop = Loop(policy="sjf", max_requests=1, pages=4000, max_tokens_per_step=512)
+    loop = LoopBuilder(max_requests=1, pages=4000, max_tokens_per_step=512).queue(policy="sjf").loop()
     rng = random.Random(4)
     for index in range(200):
         loop.submit(make_request(prompt(rng, 100), id=f"long {index}", max_tokens=1))
@@ -96,10 +96,12 @@ def test_no_request_waits_for_more_than_its_age_allows(
 ) -> None:
     """Under an endless stream of short prompts, the long one is computed after AGEING * size admitted tokens."""
     rng = random.Random(seed)
-    loop = Loop(
-        policy="sjf", max_requests=slots, max_tokens_per_step=budget, pages=200, max_overtakes=overtakes,
-        prefix_cache=False,
-    )  # fmt: skip
+    loop = (
+        LoopBuilder(max_requests=slots, max_tokens_per_step=budget, pages=200)
+        .queue(policy="sjf", max_overtakes=overtakes)
+        .cache(prefixes=False)
+        .loop()
+    )
     for _ in range(slots):
         loop.submit(make_request(prompt(rng, short), max_tokens=1))
     long = make_request(prompt(rng, size), id="long", max_tokens=1)
@@ -118,7 +120,7 @@ def test_no_request_waits_for_more_than_its_age_allows(
 
 
 def test_the_oldest_request_is_overtaken_max_overtakes_times() -> None:
-    loop = Loop(policy="sjf", max_requests=1, max_overtakes=5)
+    loop = LoopBuilder(max_requests=1).queue(policy="sjf", max_overtakes=5).loop()
     loop.submit(make_request("x" * 40, id="long", max_tokens=1))
     for index in range(12):
         loop.submit(make_request(f"{index}", id=f"short {index}", max_tokens=1))
@@ -129,7 +131,11 @@ def test_the_oldest_request_is_overtaken_max_overtakes_times() -> None:
 def flood(policy: str) -> tuple[list[int], int, list[Request], Loop]:
     """Steps from arrival to first token of 60 chats that come during a flood of 50 prompts, and steps in all."""
     rng = random.Random(7)
-    loop = Loop(policy=policy, max_requests=16, max_tokens_per_step=128, max_prefill_rows=16, pages=6000, page_size=16)
+    loop = (
+        LoopBuilder(max_requests=16, max_tokens_per_step=128, max_prefill_rows=16, pages=6000, page_size=16)
+        .queue(policy=policy)
+        .loop()
+    )
     requests = [make_request(prompt(rng, 600), id=f"flood {index}", max_tokens=4) for index in range(50)]
     for request in requests:
         loop.submit(request)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from helpers.fakes import FakeModel
-from helpers.scheduling import Loop, exact, make_request, text
+from helpers.scheduling import Loop, LoopBuilder, exact, make_request, text
 from rekindle._src.core.records import DraftTask, StepPlan
 from rekindle._src.drafts import resting
 from rekindle._src.drafts.model import ModelDrafter
 from rekindle._src.scheduling.drafting.costs import StepCosts
+from rekindle._src.scheduling.ready_rows import StepProgramsLike
 from scheduling.test_ready_rows import Programs
 
 SIZE = 8
@@ -59,9 +60,12 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resting, "_PLAIN", 0)
 
 
-def small(*, salt: int = 0, pages: int = 60, **options: Any) -> tuple[Loop, SmallModel, ModelDrafter]:
+def small(
+    *, salt: int = 0, pages: int = 60, programs: StepProgramsLike | None = None
+) -> tuple[Loop, SmallModel, ModelDrafter]:
     drafter = ModelDrafter(SIZE, 1000)
-    loop = Loop(drafters=[drafter], max_requests=6, pages=pages, page_size=SIZE, **options)
+    builder = LoopBuilder(max_requests=6, pages=pages, page_size=SIZE).drafts(drafters=[drafter])
+    loop = builder.steps(programs=programs).loop()
     return loop, SmallModel(loop, pages=pages + 1, salt=salt), drafter
 
 

@@ -6,7 +6,6 @@ import itertools
 import sys
 import time
 from array import array
-from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -14,8 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 
 from helpers.fakes import FakeModel, make_request
-from helpers.scheduling import Loop, exact
+from helpers.scheduling import Loop, LoopBuilder, exact
 from rekindle._src.core.prefix import SHARED, PageNamespace
+from rekindle._src.core.records import Request
 from rekindle._src.drafts.repeats import SIZE, RepeatChances
 from rekindle._src.drafts.suffix import DEPTH, PastLookup, SuffixDrafter, SuffixIndex, mixed_in
 
@@ -246,8 +246,8 @@ def test_a_token_costs_as_much_in_a_long_text(kind: str) -> None:
 NEW = FakeModel(alphabet=tuple(range(32, 127)))  # its texts repeat nothing
 
 
-def runs(first: Any, **options: Any) -> Loop:
-    loop = Loop(**{"model": NEW, "drafts": "suffix", "max_tokens_per_step": 64, **options})
+def runs(first: Request) -> Loop:
+    loop = LoopBuilder(model=NEW, max_tokens_per_step=64).drafts(source="suffix").loop()
     loop.submit(first)
     loop.run()
     return loop
@@ -272,7 +272,7 @@ def test_a_text_that_an_earlier_request_made_takes_fewer_steps() -> None:
 def test_texts_of_a_full_batch_are_known_to_later_requests() -> None:
     options = {"max_tokens": 60, "eos_ids": ()}
     prompts = [f"{index} of several texts, which " for index in range(4)]
-    loop = Loop(model=NEW, drafts="suffix", max_tokens_per_step=256, max_requests=4)
+    loop = LoopBuilder(model=NEW, max_tokens_per_step=256, max_requests=4).drafts(source="suffix").loop()
     for prompt in prompts:
         loop.submit(make_request(prompt, **options))
     loop.run()
@@ -315,7 +315,9 @@ def test_clearing_the_cache_forgets_texts() -> None:
 
 def test_the_texts_of_requests_that_ended_are_no_longer_live() -> None:
     drafter = SuffixDrafter()
-    loop = Loop(model=NEW, drafts="suffix", drafters=[drafter], max_requests=4, pages=40, page_size=4)
+    loop = (
+        LoopBuilder(model=NEW, max_requests=4, pages=40, page_size=4).drafts(source="suffix", drafters=[drafter]).loop()
+    )
     requests = [make_request(f"{index} and some text, ", max_tokens=30) for index in range(9)]
     for request in requests:
         loop.submit(request)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from helpers.scheduling import Loop, make_request
+from helpers.scheduling import Loop, LoopBuilder, make_request
 from rekindle import Explanation, Phase, PhaseKind
 from rekindle._src.core.activity import ProgramWait, WaitSpan
 from rekindle._src.core.records import Request
@@ -103,7 +103,7 @@ def explained(loop: Loop, request: Request) -> Explanation:
 
 
 def test_who_waited_for_a_slot_or_for_pages_and_who_was_preempted_is_told_so_afterwards() -> None:
-    loop = Loop(max_requests=1, overlap=False)
+    loop = LoopBuilder(max_requests=1, overlap=False).loop()
     first, second = make_request("first", max_tokens=3), make_request("second", max_tokens=3)
     submit(loop, first, second)
     loop.run()
@@ -112,7 +112,7 @@ def test_who_waited_for_a_slot_or_for_pages_and_who_was_preempted_is_told_so_aft
     assert kinds(phases) == [QUEUED, PREFILL, DECODE] and phases[0].reason == "1 request before it"
     assert (phases[1].tokens, phases[2].tokens) == (len(second.token_ids), 2)
 
-    loop = Loop(max_requests=4, overlap=False, pages=6)
+    loop = LoopBuilder(max_requests=4, overlap=False, pages=6).loop()
     requests = [make_request(letter * 20, max_tokens=20) for letter in "abc"]
     submit(loop, *requests)
     loop.step()
@@ -121,7 +121,7 @@ def test_who_waited_for_a_slot_or_for_pages_and_who_was_preempted_is_told_so_aft
     told = [phase for phase in explained(loop, requests[1]).timeline if phase.kind is PAGES]
     assert "pages minus cached ones" in told[0].reason
 
-    loop = Loop(max_requests=4, pages=12, prefix_cache=False)
+    loop = LoopBuilder(max_requests=4, pages=12).cache(prefixes=False).loop()
     requests = [make_request(f"{index} and text", max_tokens=40, eos_ids=()) for index in range(4)]
     submit(loop, *requests)
     loop.run()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import extended, make_request
-from helpers.scheduling import Loop
+from helpers.scheduling import Loop, LoopBuilder
 from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.core.report_kinds import POOLED
@@ -32,7 +32,7 @@ def rows_of(loop: Loop) -> list[list[tuple[str, int, int]]]:
 
 
 def test_a_prompt_waits_for_a_step_with_room_for_it_and_is_the_first_of_that() -> None:
-    loop = Loop(whole=True, prefix_cache=False, max_tokens_per_step=32)
+    loop = LoopBuilder(max_tokens_per_step=32).steps(whole=True).cache(prefixes=False).loop()
     for number, length in enumerate((20, 10, 5, 32, 1)):
         loop.submit(text(number, length))
     steps = rows_of(loop)
@@ -43,7 +43,12 @@ def test_a_prompt_waits_for_a_step_with_room_for_it_and_is_the_first_of_that() -
 def test_any_load(seed: int) -> None:
     """Few pages and slots, aborts: every row is a whole prompt, steps keep to their budget, and they come in order."""
     choose = random.Random(seed)
-    loop = Loop(whole=True, prefix_cache=False, max_tokens_per_step=48, pages=12, max_requests=5, overlap=seed % 2 == 0)
+    loop = (
+        LoopBuilder(max_tokens_per_step=48, pages=12, max_requests=5, overlap=seed % 2 == 0)
+        .steps(whole=True)
+        .cache(prefixes=False)
+        .loop()
+    )
     lengths = [choose.randint(1, 48) for _ in range(120)]
     requests = [text(number, length, choose.choice(("mean", "last", "cls"))) for number, length in enumerate(lengths)]
     aborted = set(choose.sample(range(120), 15))
