@@ -57,6 +57,21 @@ async def test_what_comes_back_is_json_whatever_was_sent(app: Any) -> None:
         assert refused.status == 400 and "has more than 65,536 characters. Send less" in refused.body.decode()
 
 
+@pytest.mark.parametrize(
+    "large", [[[1.5] * 50_000], [10**900] * 4_000, [[[]] * 450_000, "x" * 600_000], ["x" * (1 << 20)]], ids=len
+)
+async def test_of_tools_and_formats_no_more_comes_back_than_is_written_at_once(app: Any, large: Any) -> None:
+    """Members that nothing reads came back three times, each in one go: a million numbers stopped all for 0.4 s."""
+    tool = {"type": "function", "name": "f", "x": large}
+    for fields in ({"tools": [tool]}, {"tool_choice": tool}, {"text": {"format": {"type": "text"}, "x": large}}):
+        refused = await post(app, "/v1/responses", body(**fields, stream=True))
+        assert refused.status == 400 and refused.error["param"] == next(iter(fields))
+        assert "has more than 1,048,576 characters. Send less" in refused.error["message"]
+    schema = {"type": "object", "properties": {"a": {"enum": ["x" * 1_000] * 300}}}
+    kept = await post(app, "/v1/responses", body(text={"format": {"type": "text"}, "x": schema}))
+    assert kept.status == 200 and kept.json()["text"]["x"] == schema
+
+
 async def test_conversations_become_messages(app: Any) -> None:
     items = [
         {"role": "user", "content": [{"type": "input_text", "text": "What is the weather?"}]},

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from project.bounds.records import SHOWN, SMALL, STRANGER, TIME, Bound, Other, within
-from rekindle._src.serve import bodies, exchange, generation, info, ledger, life, listening, openai_fields
+from rekindle._src.serve import bodies, exchange, generation, info, ledger, life, listening, openai_fields, responses
 from rekindle._src.serve.bodies import IN_A_THREAD, VALUES_PER_NAME
 
 BODY = 32 << 20  # the default of body_limit
@@ -60,6 +60,24 @@ def parts(count: int) -> Callable[[], object]:
         bodies.check_size(data, BODY)
         fields = openai_fields.CHAT.read(bodies.parse(data), strict=True, unknown=lambda path, name: None)
         return plain_messages(fields["messages"], no_picture)
+
+    return work
+
+
+def repeated(count: int) -> Callable[[], object]:
+    """Fields of a request for a response, written into its three objects."""
+    from rekindle._src.serve.responses import RESPONSES
+
+    size = responses.MOST_REPEATED // 2
+    lists: list[Any] = [[[] for _ in range(1_000)] for _ in range(size // 1_001)]
+    numbers = [[0.1234567890123456] * 1_000 for _ in range(size // 25_000)]
+    values = [("tools", [{"type": "function", "name": "f", "x": lists, "y": numbers}]),
+              ("tool_choice", {"type": "function", "name": "f", "x": lists, "y": numbers}),
+              ("text", {"x": lists, "y": numbers})][:count]  # fmt: skip
+
+    def work() -> object:
+        fields = RESPONSES.read({"input": "hi", **dict(values)}, strict=True, unknown=lambda path, name: None)
+        return [max(map(len, bodies.pieces({name: fields[name] for name, _ in values}))) for _ in range(3)]
 
     return work
 
@@ -208,6 +226,16 @@ BOUNDS: list[Bound] = [
         mib=96,
     ),
     STRANGER(
+        "serve/responses.py: MOST_REPEATED, MOST_METADATA",
+        counts="fields that come back with a response",
+        most=3,
+        unit="numbers with fractions, and empty lists",
+        feed=repeated,
+        count=3,
+        seconds=2,
+        mib=32,
+    ),
+    STRANGER(
         "serve/exchange.py: MOST_ITEMS, MOST_CHARACTERS",
         counts="kept items of answers",
         most=exchange.MOST_ITEMS,
@@ -294,7 +322,6 @@ OTHERS: dict[str, dict[str, Other]] = {
     "serve/pictures.py": {
         "LIMITS": within("pictures"), "MOST_URLS": TIME, "_MOST_TOKENS": Other("an estimate"),
     },
-    "serve/responses.py": {"MOST_METADATA": within("values of a body")},
     "serve/web_urls.py": {"LONGEST_URL": SMALL},
     "serve/fetching.py": {},
 }  # fmt: skip

@@ -19,6 +19,7 @@ from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.server")
 FieldStatus = Literal["applied", "refused", "ignored"]
+_FLOAT = 24  # characters of a number with a fraction, at most
 _MOST_LOGGED = 1_000  # names of unknown fields remembered as logged, at most
 
 _ERRORS = {
@@ -63,9 +64,10 @@ class Anything:
 
 @dataclasses.dataclass(frozen=True)
 class SmallValue:
-    """Any JSON value with at most `most` characters in its texts and names; each value counts as one more."""
+    """A JSON value with at most `most` characters in its texts, names and numbers; each value counts as one more."""
 
     most: int
+    kind: Kind = Anything()
 
     def check(self, value: Any, path: str) -> Any:
         left, values = self.most, [value]
@@ -74,6 +76,10 @@ class SmallValue:
             left -= 1
             if isinstance(one, str):
                 left -= len(one)
+            elif isinstance(one, float):
+                left -= _FLOAT
+            elif isinstance(one, int):
+                left -= one.bit_length() // 3
             elif isinstance(one, Mapping):
                 left -= sum(map(len, one))
                 values += one.values()
@@ -81,10 +87,10 @@ class SmallValue:
                 values += one
             if left < 0:
                 raise wrong(path, value, f"has more than {self.most:,} characters", "Send less")
-        return value
+        return self.kind.check(value, path)
 
     def schema(self) -> dict[str, Any]:
-        return {}
+        return self.kind.schema()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,9 +35,11 @@ from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPL
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
 WIDEST = 4  # bytes of a character
-MOST_METADATA = 1 << 16  # characters: they are written at once, up to three times. OpenAI takes 9,216
+# Characters of what comes back with an answer: they are written at once, up to three times.
+MOST_METADATA, MOST_REPEATED = 1 << 16, 1 << 20  # of metadata, of which OpenAI takes 9,216, and of each other field
 TOOL = Shape((("type", String()), ("name", String(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
 TOOL_CHOICE = Either("a word or a tool", ((str, String()), (dict, OBJECT)))
+REPEATED_CHOICE = SmallValue(MOST_REPEATED, TOOL_CHOICE)
 INPUT = Either(
     "a string or a list of items", ((str, String()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES)))
 )
@@ -54,11 +56,11 @@ RESPONSES = Endpoint(
         *(SAMPLING_BY_NAME[name] for name in ("temperature", "top_p")),
         Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
         Field("stream", Boolean(), "Send the answer as server-sent events, while it is made."),
-        Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
-        Field("tool_choice", TOOL_CHOICE, "none, auto, required, a function, or allowed_tools."),
+        Field("tools", SmallValue(MOST_REPEATED, Items(TOOL, maximum=512)), "Functions that the model may call."),
+        Field("tool_choice", REPEATED_CHOICE, "none, auto, required, a function, or allowed_tools."),
         Field("parallel_tool_calls", Boolean(), "false: at most one call in an answer."),
         Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
-        Field("text", FORMAT, "The format of the text."),
+        Field("text", SmallValue(MOST_REPEATED, FORMAT), "The format of the text."),
         Field("include", Items(String()), "message.output_text.logprobs; others bring nothing here."),
         Field("metadata", SmallValue(MOST_METADATA), "Comes back with the answer."),
         ignored("stream_options", "There is nothing to choose."),
