@@ -11,6 +11,7 @@ import pytest
 
 from helpers.fakes import ByteTokenizer, FakeInFlight
 from helpers.sessions import byte_tokenizer, fake_engine, opened, parts
+from rekindle._src.capabilities.guides.request import GrammarsLike
 from rekindle._src.core import contracts
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import backend
@@ -67,7 +68,7 @@ def fleet_backend() -> FleetBackend:
         (contracts.ChatLike, (ChatTemplate,)),
         (contracts.TemplateLike, (TemplateCode,)),
         (backend.Backend, (fake_engine(), fleet_backend())),
-        (backend.GrammarsLike, (Grammars, RemoteGrammars())),
+        (GrammarsLike, (Grammars, RemoteGrammars())),
         (live.NodeLike, (NodeView,)),
         (live.TreeLike, (CacheTree,)),
         (live.PrefixLike, (PrefixExplanation,)),
