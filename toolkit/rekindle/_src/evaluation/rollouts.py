@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Unpack
 
 import numpy as np
@@ -290,7 +290,7 @@ class RolloutRequests:
 
 
 def one_each(
-    session: RolloutRequests, prompts: Sequence[str | Sequence[int]], options: Mapping[str, Any]
+    session: RolloutRequests, prompts: Sequence[str | Sequence[int]], options: SamplingOptions
 ) -> list[Completion]:
     """Return a completion of each prompt. Of a prompt that stands several times, each has a seed of its own."""
     keys = [prompt if isinstance(prompt, str) else tuple(prompt) for prompt in prompts]

@@ -6,10 +6,11 @@ import itertools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
+from rekindle._src.core.sampling import SamplingOptions
 from rekindle._src.evaluation.rollouts import one_each
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
@@ -45,7 +46,7 @@ def rollout_func(session: Session, **options: Any) -> Callable[[Sequence[Any], A
         if sampling.get("seed") is not None:
             sampling["seed"] = int(np.random.SeedSequence([sampling["seed"], next(calls)]).generate_state(1)[0])
         texts = [prompt if isinstance(prompt, str) else session.render(prompt) for prompt in prompts]
-        done = one_each(session, texts, sampling)
+        done = one_each(session, texts, cast(SamplingOptions, sampling))
         return {
             "prompt_ids": [list(one.prompt_token_ids) for one in done],
             "completion_ids": [list(one.token_ids) for one in done],

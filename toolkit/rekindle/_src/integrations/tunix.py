@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.core.sampling import SamplingOptions
 from rekindle._src.evaluation.rollouts import one_each
 from rekindle._src.models.base import merge
 from rekindle._src.models.plain import token_logprobs
@@ -52,7 +53,7 @@ class RekindleRollout(BaseRollout):
     def generate(self, prompts: list[str], rollout_config: Any, **_: Any) -> Any:
         """Return Tunix's `RolloutOutput` of one completion for each prompt. It has no logits."""
         config = rollout_config
-        options: dict[str, Any] = {"max_tokens": config.max_tokens_to_generate, "temperature": config.temperature}
+        options: SamplingOptions = {"max_tokens": config.max_tokens_to_generate, "temperature": config.temperature}
         if config.top_p is not None:
             options["top_p"] = config.top_p
         if config.top_k is not None and config.top_k > 0:
