@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rekindle import Sampling
+from rekindle._src.capabilities.adapters.request import AdapterUse
 from rekindle._src.core.extension import Extensions
-from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.pictures import PictureSpan, PictureUse
 from rekindle._src.core.prefix import SHARED, PageNamespace, Prefix, is_namespace, key_of
 from rekindle._src.core.records import Request, ResumeState

@@ -18,10 +18,10 @@ from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
+from rekindle._src.capabilities.adapters.step import CHUNK
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.programs.adapters import CHUNK
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
 NEW = 8

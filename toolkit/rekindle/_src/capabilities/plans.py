@@ -10,6 +10,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.backend import NO_SERVICES, Services
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.plan import ProgramAddition, ProgramPlan
+from rekindle._src.scheduling.admission import DeviceRoom
 
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
@@ -87,6 +88,10 @@ class CapabilityPlan(ProgramAddition):
     def device_bytes(self) -> int:
         """Bytes of memory on each device for weights of its own."""
         return 0
+
+    def room(self, programs: ProgramPlan) -> DeviceRoom | None:
+        """Return the room on the device that its requests need in addition to pages; None if they need none."""
+        return None
 
     def check(self, programs: ProgramPlan) -> None:
         """Raise ConfigError for arguments of `open` that don't fit the model."""

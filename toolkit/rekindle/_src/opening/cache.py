@@ -25,7 +25,6 @@ from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
-from rekindle._src.scheduling.adapter_slots import room_on
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.scheduler import Scheduler
@@ -180,7 +179,7 @@ def _scheduling(
             cache=cache,
             policy=config.policy,
             seed=config.seed,
-            room=room_on(programs),
+            room=next((room for one in plan.capabilities if (room := one.room(plan.programs)) is not None), None),
             sides=below.sides,
             program_wait=program_wait,
             programs=owner.on_demand(),

@@ -199,7 +199,7 @@ class Hooks(NamedTuple):
 
     listener: Listener | None = None
     deltas: Deltas = NO_DELTAS
-    kept: Any = None  # an object for `Feature.output`
+    kept: object = None  # for `Feature.output`
     coordinates: Array | None = None  # int32 [R + T, 3]: of the tokens' positions, for ropes that have some
     sees: Array | None = None  # int32 [R + T], as in `AttentionInputs`
     tokens: Array | None = None  # [R + T]: the embedded tokens, where they differ from the step's own

@@ -22,7 +22,6 @@ import jax
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.drawable import Record
-from rekindle._src.core.extension import Extension
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.kvcache.node import least_copied
@@ -313,10 +312,6 @@ class Programs:
     def known(self) -> Collection[Key]:
         """All programs that a session can have."""
         return self.ledger.entries
-
-    def takes(self, option: type[Extension]) -> bool:
-        """True if rows may have extensions of this class."""
-        return any(feature.option is option for feature in self.features.entries)
 
     @property
     def traced_processors(self) -> bool:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rekindle._src.capabilities.adapters.request import ADAPTERS
+from rekindle._src.capabilities.adapters.request import ADAPTERS, AdapterUse
+from rekindle._src.capabilities.adapters.slots import UNIT, units_for
 from rekindle._src.capabilities.plans import Owner, SessionPlan, WeightsChange
-from rekindle._src.core.extensions import UNIT, AdapterUse, units_for
 from rekindle._src.core.names import checked_name
 from rekindle._src.dispatch.backend import Services
 from rekindle._src.models.adapters.adapted import merged
@@ -45,14 +45,14 @@ class AdapterShelf(Owner):
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, plan: SessionPlan, sources: Mapping[str, object], merge: object = None) -> AdapterShelf:
+    def open(
+        cls, plan: SessionPlan, sources: Mapping[str, object], merge: object = None, *, refused: str = ""
+    ) -> AdapterShelf:
         """Return the adapters that a session is opened with; `merge` is an adapter that is added to the weights.
 
-        None can be loaded unless its rows may have some.
+        None can be loaded if they are `refused`, for that reason.
         """
         config, model = plan.config, plan.programs.model
-        adapted = any(feature.option is AdapterUse for feature in plan.programs.features.entries)
-        refused = "" if adapted else "the model has several data shards, or several processes share it"
         most, rank, dtype = config.max_adapters, config.max_adapter_rank, plan.programs.graph.precision.weights
         shelf = cls(model, most, rank, dtype=dtype, refused=refused, base=plan.name)
         for name, source in sources.items():

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rekindle._src.capabilities.adapters.slots import AdapterSlots, units_for
+from rekindle._src.capabilities.adapters.step import Adapters, Stacks
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, SessionPlan
-from rekindle._src.programs.adapters import adapter_features
+from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.scheduling.admission import DeviceRoom
 
 if TYPE_CHECKING:
     from rekindle._src.text.tokenizer import Tokenizer
@@ -28,9 +31,29 @@ class AdaptersPlan(CapabilityPlan):
         return ProgramVariant.ADAPTERS if self._sources else PLAIN_VARIANT
 
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
-        return adapter_features(plan.graph, plan.config, plan.placement, self.ahead)
+        if _refused(plan):
+            return ()
+        graph = plan.graph
+        stacks = Stacks(lambda: sites_of(graph.config).sites, _units(plan), graph.precision.weights, plan.placement)
+        return (Adapters(stacks, ahead=bool(self._sources), implementation=graph.precision.implementation),)
+
+    def room(self, programs: ProgramPlan) -> DeviceRoom | None:
+        return None if _refused(programs) else AdapterSlots(programs.config.max_adapters, _units(programs))
 
     def open(self, session: SessionPlan, tokenizer: Tokenizer | None) -> Owner:
         from rekindle._src.capabilities.adapters.owner import AdapterShelf
 
-        return AdapterShelf.open(session, self._sources, self._merge)
+        return AdapterShelf.open(session, self._sources, self._merge, refused=_refused(session.programs))
+
+
+def _units(programs: ProgramPlan) -> int:
+    """Return how many units of rank all adapters on the device have together."""
+    return programs.config.max_adapters * units_for(programs.config.max_adapter_rank)
+
+
+def _refused(programs: ProgramPlan) -> str:
+    """Return why no request can have an adapter; empty if requests can."""
+    if not programs.config.max_adapters:
+        return "the session was opened with max_adapters=0"
+    divided = programs.placement.data > 1 or programs.placement.processes > 1
+    return "the model has several data shards, or several processes share it" if divided else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -21,6 +22,32 @@ class AdaptersLike(Protocol):
     def use(self, value: str | Mapping[str, float]) -> Extension:
         """Return the extension of a request with this option. Raise `InvalidRequest` for an unknown name."""
         ...
+
+
+class AdapterLike(Protocol):
+    """An adapter's weights, in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str:
+        """A digest of its weights."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AdapterUse(Extension):
+    """An adapter is added to the model's weights."""
+
+    adapter: AdapterLike
+    digests: tuple[str, ...]  # of its weights
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        return self.digests
 
 
 ADAPTERS: SessionService[AdaptersLike] = SessionService("adapters")

@@ -10,11 +10,11 @@ from typing import Any
 import jax
 from numpy.typing import NDArray
 
+from rekindle._src.capabilities.pictures.encoding_programs import Cancellation, EncodingPrograms
 from rekindle._src.capabilities.pictures.reading import EncoderPlan
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.models.vision.inputs import ImagePatches, PatchGrid
 from rekindle._src.models.vision.weights import read_tower
-from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.store import ExecutableStore, ProgramStore, digest
 from rekindle._src.programs.warming import finish_at_exit

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rekindle._src.capabilities.pictures.encoder import PictureEncoder, Rows
+from rekindle._src.capabilities.pictures.encoding_programs import Cancellation, EncodingPrograms
 from rekindle._src.capabilities.pictures.kept_rows import KeptRows
 from rekindle._src.capabilities.pictures.reading import EncoderPlan, framed
 from rekindle._src.capabilities.pictures.request import PICTURES
@@ -30,7 +31,6 @@ from rekindle._src.dispatch.backend import Services
 from rekindle._src.images.picture import EncodedPicture, Picture, open_pictures
 from rekindle._src.images.processor import PicturePatches, PicturePlan, PictureProcessor, TokenRun
 from rekindle._src.images.thumbnail import MOST_DECODED, thumbnail
-from rekindle._src.programs.encoder import Cancellation, EncodingPrograms
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
 

@@ -42,7 +42,7 @@ class PicturesPlan(CapabilityPlan):
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
         if plan.model.pictures is None:
             return ()
-        from rekindle._src.programs.pictures import Pictures
+        from rekindle._src.capabilities.pictures.step import Pictures
 
         stream = plan.graph.precision.stream
         ahead = self._encoder is not None

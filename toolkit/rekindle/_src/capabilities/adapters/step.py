@@ -28,13 +28,13 @@ from jax import Array
 from numpy.typing import NDArray
 
 import rekindle_kernels
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.capabilities.adapters.request import AdapterUse
+from rekindle._src.capabilities.adapters.slots import UNIT, AdapterLoad
 from rekindle._src.core.extension import DeviceLoad
-from rekindle._src.core.extensions import UNIT, AdapterLoad, AdapterUse, units_for
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.models.adapters.adapter import Adapter, Product
-from rekindle._src.models.adapters.sites import Site, sites_of
-from rekindle._src.models.base import Graph, Placement
+from rekindle._src.models.adapters.sites import Site
+from rekindle._src.models.base import Placement
 from rekindle._src.models.hooks import Norm
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
@@ -371,15 +371,3 @@ class _Delta:
                 implementation=self._implementation,
             )
         return y
-
-
-def adapter_features(
-    graph: Graph, config: EngineConfig, placement: Placement, ahead: ProgramVariant
-) -> tuple[Adapters, ...]:
-    """Return the feature of adapters; empty where a session can't have any."""
-    if not config.max_adapters or placement.data > 1 or placement.processes > 1:
-        return ()
-    units = config.max_adapters * units_for(config.max_adapter_rank)
-    stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
-    early = ProgramVariant.ADAPTERS in ahead
-    return (Adapters(stacks, ahead=early, implementation=graph.precision.implementation),)

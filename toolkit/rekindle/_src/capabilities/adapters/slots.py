@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from typing import TYPE_CHECKING
 
-from rekindle._src.core.extension import Extensions
-from rekindle._src.core.extensions import AdapterLike, AdapterLoad, AdapterUse, units_for
+from rekindle._src.capabilities.adapters.request import AdapterLike, AdapterUse
+from rekindle._src.core.extension import DeviceLoad, Extensions
 from rekindle._src.scheduling.admission import DeviceRoom
 
-if TYPE_CHECKING:
-    from rekindle._src.programs.programs import Programs
+UNIT = 16  # rows of an adapter's rank
 
 
-def room_on(programs: Programs) -> DeviceRoom:
-    """Return the room on the device for a session's requests."""
-    config = programs.config
-    if not programs.takes(AdapterUse):
-        return DeviceRoom()
-    return AdapterSlots(config.max_adapters, config.max_adapters * units_for(config.max_adapter_rank))
+def units_for(rank: int) -> int:
+    """Return how many units an adapter of this rank needs."""
+    return -(-rank // UNIT)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class AdapterLoad(DeviceLoad):
+    """An adapter that is put into a slot and units of the device before a step, in place of their content.
+
+    It takes as many units of `UNIT` rows as its rank needs. The slot's number tells its tokens from others; slot 0
+    means none.
+    """
+
+    slot: int
+    units: tuple[int, ...]
+    adapter: AdapterLike
 
 
 @dataclasses.dataclass(slots=True)

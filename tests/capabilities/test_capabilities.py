@@ -15,10 +15,9 @@ from helpers.sessions import fake_front, opened, submission
 from rekindle import Session
 from rekindle._src import capabilities
 from rekindle._src.capabilities import capabilities_of
-from rekindle._src.capabilities.adapters.request import AdapterIntake
+from rekindle._src.capabilities.adapters.request import AdapterIntake, AdapterUse
 from rekindle._src.capabilities.entry import CapabilityEntry
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.extensions import AdapterUse
 from rekindle._src.core.records import Request, Row, RowResult, TokenEvent
 from rekindle._src.core.report import Report
 from rekindle._src.dispatch import intake

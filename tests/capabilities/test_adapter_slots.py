@@ -7,9 +7,9 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rekindle._src.capabilities.adapters.request import AdapterUse
+from rekindle._src.capabilities.adapters.slots import AdapterSlots, units_for
 from rekindle._src.core.extension import Extensions
-from rekindle._src.core.extensions import AdapterUse, units_for
-from rekindle._src.scheduling.adapter_slots import AdapterSlots
 
 
 class Fake(NamedTuple):

@@ -15,6 +15,7 @@ import pytest
 from helpers.picture_models import picture
 from rekindle._src.capabilities.pictures import encoder as picture_encoder
 from rekindle._src.capabilities.pictures.encoder import PictureEncoder
+from rekindle._src.capabilities.pictures.encoding_programs import Cancellation
 from rekindle._src.capabilities.pictures.kept_rows import KeptRows
 from rekindle._src.capabilities.pictures.owner import GivenPicture, SessionPictures
 from rekindle._src.core.pictures import EncodedRows, RowsOrigin
@@ -24,7 +25,6 @@ from rekindle._src.images.picture import EncodedPicture, open_pictures
 from rekindle._src.images.processor import PicturePatches
 from rekindle._src.images.qwen import QwenPictures
 from rekindle._src.images.settings import ProcessorSettings
-from rekindle._src.programs.encoder import Cancellation
 from rekindle.errors import RequestAborted
 
 pillow = pytest.importorskip("PIL.Image")
