@@ -218,7 +218,7 @@ def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None
 
     with turns.neighbour() as neighbour:
         yield
-    record_property("longest_turn", neighbour.longest)  # for tests/bench/neighbour.py
+    record_property("longest_turn", neighbour.longest)  # for toolkit/workshop/bench/neighbour.py
     most = turns.MOST if CLOCKS else HANG
     assert neighbour.longest <= most, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 

@@ -17,7 +17,7 @@ import pytest
 
 import rekindle
 
-PEERS = Path(__file__).parent / "peers"
+PEERS = Path(__file__).parents[2] / "toolkit/workshop/bench/peers"
 VOCAB = 50
 
 

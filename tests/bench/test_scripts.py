@@ -13,7 +13,7 @@ import pytest
 
 from rekindle_kernels.native import cpu
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "toolkit/workshop/bench"))
 import older_processor
 import predicted_steps as steps
 

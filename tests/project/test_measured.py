@@ -53,7 +53,7 @@ ALLOWED = {
 }
 """Quantities that are neither measured on their page nor held by its cells, each with what it is."""
 
-MEASURED_ON = re.compile(r"EPYC|Zen \d|Xeon|H100|v5e|two busy cores|simulated devices|tests/bench/")
+MEASURED_ON = re.compile(r"EPYC|Zen \d|Xeon|H100|v5e|two busy cores|simulated devices|toolkit/workshop/bench/")
 
 ORDER = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 WORDS = {word: number for number, word in enumerate(ORDER, 1)} | {"twenty": 20, "thirty": 30, "forty": 40, "fifty": 50}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from project.sources import ROOT, package_files
+
 _LISTENS = re.compile(
     r"create_server\(|socket\.socket\(\w|create_(?:tcp|unix)_listener\(|start_server\(|\.listen\(|http\.server|socketserver|"
     r"uvicorn\.Config\(|ray\.init\(|jax\.distributed\.initialize\("
@@ -17,9 +17,7 @@ _CONNECTS = re.compile(
 
 
 def places(pattern: re.Pattern[str]) -> set[str]:
-    sources = (
-        (path, path.read_text()) for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py")
-    )
+    sources = ((path, path.read_text()) for path in package_files())
     return {
         path.relative_to(ROOT / "toolkit/rekindle/_src").as_posix() for path, text in sources if pattern.search(text)
     }

@@ -14,10 +14,10 @@ import pytest
 
 from project.backtracking import ambiguity
 from project.patterns import CALLS, PATTERNS
-from project.sources import parsed
+from project.sources import package_files, parsed
 
 ROOT = Path(__file__).parents[2]
-SOURCES = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
+SOURCES = package_files()
 SCRIPTS = sorted((ROOT / "toolkit").rglob("static/*.js"))
 _METHODS = ("match", "fullmatch", "search", "finditer", "findall", "split", "sub", "subn")
 

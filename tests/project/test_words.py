@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from project.sources import parsed
+from project.sources import package_files, parsed
 
 ROOT = Path(__file__).parents[2]
 NAMES = frozenset(("found", "given", "asked", "told", "said"))
@@ -42,8 +42,7 @@ def tree(path: Path) -> ast.Module:
 @cache
 def definitions() -> tuple[tuple[str, Definition], ...]:
     """All modules, classes and functions of the packages, with their names."""
-    paths = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
-    modules = [(path.parent.name if path.stem == "__init__" else path.stem, tree(path)) for path in paths]
+    modules = [(path.parent.name if path.stem == "__init__" else path.stem, tree(path)) for path in package_files()]
     return (*modules, *((node.name, node) for _, module in modules for node in inside(module)))
 
 
@@ -157,12 +156,11 @@ def test_a_docstring_that_is_read_once_passes() -> None:
 
 def test_docstrings_begin_with_a_sentence_that_is_read_once() -> None:
     found = set()
-    for package in ("toolkit", "kernels"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            module = tree(path)
-            for node in (module, *inside(module)):
-                if unclear(ast.get_docstring(node) or ""):
-                    found.add((str(path.relative_to(ROOT)), getattr(node, "lineno", 1)))
+    for path in package_files():
+        module = tree(path)
+        for node in (module, *inside(module)):
+            if unclear(ast.get_docstring(node) or ""):
+                found.add((str(path.relative_to(ROOT)), getattr(node, "lineno", 1)))
     assert not found, "name the thing again"
 
 

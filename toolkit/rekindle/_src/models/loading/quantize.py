@@ -1,8 +1,8 @@
 """Quantisation of float matrices on the host, in cache-sized pieces: to int8, or to four bits in groups of inputs.
 
-The cost of each choice: perplexity of the embedded model on 15,561 held-out tokens (`tests/bench/quality.py`), and how
-often the likeliest token equals float32's on random checkpoints of 30 million parameters, all dense families
-(`tests/bench/families.py`). Random weights are the hardest case, since their logits are nearly flat. With random
+The cost of each choice: perplexity of the embedded model on 15,561 held-out tokens (`workshop/bench/quality.py`), and
+how often the likeliest token equals float32's on random checkpoints of 30 million parameters, all dense families
+(`workshop/bench/families.py`). Random weights are the hardest case, since their logits are nearly flat. With random
 experts the share is lower, 73 % for bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts
 ends up as another token.
 
