@@ -36,6 +36,8 @@ class PlatformWheel(BuildHookInterface):
     """Makes the library, adds it and its manifest to the wheel, and the platform to the wheel's name."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "editable":
+            add_course(Path(self.root), build_data)
         if version != "editable" and (commit := commit_of(Path(self.root))):
             file = Path(tempfile.mkdtemp(prefix="rekindle-commit-")) / "commit.txt"  # until the wheel is written
             file.write_text(f"{commit}\n")
@@ -53,6 +55,20 @@ class PlatformWheel(BuildHookInterface):
         if version == "editable" or not made:
             return
         add_library(folder, build_data)
+
+
+def add_course(root: Path, build_data: dict[str, Any]) -> None:
+    """Add the course's pages without outputs, and their pictures, for `rekindle learn`."""
+    folder = Path(tempfile.mkdtemp(prefix="rekindle-course-"))  # until the wheel is written
+    for page in sorted((root / "tutorials/course").glob("[0-9][0-9]_*.ipynb")):
+        notebook = json.loads(page.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                cell.update(outputs=[], execution_count=None)
+        (folder / page.name).write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
+        build_data["force_include"][str(folder / page.name)] = f"rekindle/course/{page.name}"
+    for picture in sorted((root / "tutorials/source/pictures").glob("[0-9][0-9]_*.svg")):
+        build_data["force_include"][str(picture)] = f"rekindle/course/pictures/{picture.name}"
 
 
 def add_library(folder: Path, build_data: dict[str, Any], checked: Path | None = None) -> None:

@@ -85,6 +85,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
         r"-{3,}\s*": USER("a function's docstring", "a line"),
     },
     "toolkit/rekindle/_src/cli/chat.py": {"COMMAND": USER("what is typed", "a message")},
+    "toolkit/rekindle/_src/cli/commands/learn.py": {
+        "_PICTURE": US("a page of the course", "a cell"),
+        "_LINK": US("a page of the course", "a cell"),
+    },
     "toolkit/rekindle/_src/cli/report.py": {
         "_TOKEN": STRANGER("a check's text, with an error of a library's", "512 characters from where it begins"),
         "_LOGIN": STRANGER("a check's text, with an error of a library's", "256 characters from where it begins"),
@@ -215,6 +219,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": US("descriptions in the cache folder", "a file"),
     },
     "toolkit/rekindle/_src/cli/commands/completion.py": {"shlex.split": USER("a command line", "an argument")},
+    "toolkit/rekindle/_src/cli/commands/learn.py": {
+        "json.loads": US("a page of the course", "a file"),
+    },
     "toolkit/rekindle/_src/cli/screen.py": {
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },

@@ -17,6 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from rekindle._src.cli import learn
 from rekindle._src.views import style
 
 ROOT = Path(__file__).parents[2]
@@ -186,10 +187,6 @@ def _requirements(name: str) -> list[str]:
         return []
 
 
-FEATURES = {r"\.serve\(": "uvicorn", r"\b(?:schema|regex|choice|grammar)=": "llguidance", r"\bimages=": "pillow"}
-"""Calls that need an optional package, which the page itself does not import."""
-
-
 def test_one_extra_brings_what_all_pages_need() -> None:
     """The page on replicas says what it leaves out where Ray is missing; all others run to their end."""
     brought = closure("notebook")
@@ -202,7 +199,8 @@ def test_one_extra_brings_what_all_pages_need() -> None:
         names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
         tops = {name.partition(".")[0] for name in names}
         needed = {canonicalize_name(packages[top][0]) for top in tops if top in packages and top != "rekindle"}
-        needed |= {package for pattern, package in FEATURES.items() if re.search(pattern, code)}
+        modules = {module for module, calls in learn.FEATURES.items() if any(call in code for call in calls)}
+        needed |= {canonicalize_name(packages[module][0]) for module in modules}
         if needed - brought:
             missing[page] = needed - brought
     assert not missing

@@ -65,6 +65,7 @@ def test_the_changelog_has_this_version() -> None:
     versions = re.findall(r"^## \[?([\w.]+)", text, re.MULTILINE)
     assert versions[0] == "Unreleased"
     assert rekindle.__version__ in versions
+    assert f"\nversion: {rekindle.__version__}\n" in (GITHUB / "CITATION.cff").read_text()
     kinds = set(re.findall(r"^### (\w+)", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

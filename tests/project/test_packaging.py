@@ -59,7 +59,13 @@ def test_the_wheel_has_what_the_packages_have(checkout: Path, tmp_path: Path) ->
         for path in folder.glob("rekindle*/**/*")
         if path.is_file()
     }
-    assert packed == sources
+    course = {name for name in packed if name.startswith("rekindle/course/")}
+    assert packed - course == sources
+    pages = {f"rekindle/course/{path.name}" for path in (checkout / "tutorials/course").glob("*.ipynb")}
+    assert len(pages) >= 26 and {name for name in course if name.endswith(".ipynb")} == pages
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        assert not [name for name in pages if '"output_type"' in wheel.read(name).decode()]
+        assert sum(wheel.getinfo(name).compress_size for name in course) < 400_000
     assert {name.partition("/")[0] for name in packed} == {"rekindle", "rekindle_kernels"}  # and no workshop
     assert not [name for name in packed if name.endswith((".cpp", ".c", ".h"))]
     assert {"rekindle/py.typed", "rekindle_kernels/py.typed", "rekindle/_src/notebook/static/panel.js"} <= packed

@@ -24,6 +24,7 @@ COMMANDS: Final = {
     "ls": "list the models on this machine: the Hub's cache, Ollama, LM Studio, llama.cpp, and what rekindle keeps",
     "pull": "download a model from the Hub, or go on with a download",
     "rm": "remove what rekindle has made of models; other tools' files stay",
+    "learn": "copy a page of the course here and open it in JupyterLab",
     "completion": "print a script with which Tab completes commands and models",
     "export": "write a checkpoint as a GGUF file or as a folder of safetensors",
     "cache": "list, remove, prune or clear the cache on disk: programs, pages, snapshots, weights",
