@@ -26,6 +26,8 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The threads of torch wait for each other by spinning: on two cores, small models took seven times as long with two.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests count what is compiled when; those of the background build turn it on.
 os.environ.setdefault("REKINDLE_BACKGROUND_BUILD", "0")
 # Tests compile hundreds of small programs and run each a few times. Without LLVM's optimisations, without XLA's newer
