@@ -120,7 +120,7 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     sync_api.expect(line).to_have_value("Who are you?")
     line.fill("Who is Tom?")
     chat.get_by_role("button", name="Send").click()
-    chat.get_by_text("Who is Tom?").wait_for()
+    chat.locator("[data-said=user]").get_by_text("Who is Tom?").wait_for()
     answered(page, 24)
     page.screenshot(path=page.shots / "chat.png")
 

@@ -192,7 +192,7 @@ def test_views_act_and_a_conversation_outlives_a_restart(tmp_path: Path) -> None
         dashboard.wait_for(state="detached")  # marimo takes away what it can't keep alive
         page.locator(".cm-content").first.wait_for()
         _, chat = run_everything(page)
-        chat.get_by_text("Who are you?").wait_for()
+        chat.locator("[data-said=user]").get_by_text("Who are you?").wait_for()
         assert before.strip() in chat.inner_text(), "the conversation goes on where it was"
         say(page, chat, "Thank you")
         chat.get_by_text("cut at 8 tokens").wait_for()
