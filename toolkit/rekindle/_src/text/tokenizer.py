@@ -181,7 +181,7 @@ class Tokenizer(Drawable, ForeignNames):
             return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
         except BaseException as error:
             if not isinstance(text, str):
-                raise TypeError(_not_a_text(text)) from error
+                raise TypeError(_not_a_text(text)) from None
             raise_panic(error, RequestFailed, f"it encoded a text of {len(text):,} characters")
             raise
 
@@ -191,8 +191,8 @@ class Tokenizer(Drawable, ForeignNames):
         try:
             with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
                 return backend.decode(ids, skip_special_tokens=skip_special_tokens)
-        except TypeError as error:
-            raise TypeError(_not_ids(ids)) from error
+        except TypeError:
+            raise TypeError(_not_ids(ids)) from None
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
         """Return the ids of two tokens, such as those around a model's reasoning; None unless it has both."""
