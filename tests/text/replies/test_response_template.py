@@ -298,6 +298,7 @@ def test_a_checkpoint_s_own_template_comes_first(tmp_path: Path, caplog: pytest.
         ({"response_template": {"version": 9}}, ["response_template", "chat template"]),
         ({}, ["chat template"]),
         ({"chat_template": JINJA + "<tool_call>"}, []),
+        ({"chat_template": "{% if tools %}{{ raise_exception('not trained') }}{% endif %}{{ messages }}"}, []),
     ],
 )
 def test_what_is_not_understood_is_said_once(

@@ -111,7 +111,8 @@ class ChatTemplate:
 
         if self._format_name != "auto":
             return ReplyFormat.of_family(self._format_name)
-        format = ReplyFormat.of_template(self.code(template, tools=tools))
+        code = self.code(template, tools=tools)
+        format = ReplyFormat.of_template(code)
         own = template is None or template in self.templates
         if own and self._response_template is not None:
             if not isinstance(self._response_template, ResponseTemplate):
@@ -123,7 +124,7 @@ class ChatTemplate:
                     self._response_template = None
             if self._response_template is not None:
                 return dataclasses.replace(format, template=self._response_template)
-        if format.is_guess and tools:
+        if format.is_guess and tools and not code.refuses_tools:
             self._tell(
                 "chat template",
                 "it takes tools and shows no syntax of calls that is known. Calls are read as Hermes', "

@@ -45,6 +45,7 @@ class TemplateCode:
         self._lock = threading.Lock()  # compiling changes the tree
         names, fields, strings, texts = set(), set(), [], []
         blocks: set[object] = set()
+        self.refuses_tools = False  # it raises an error of its own where there are some
         for node in _nodes(tree):
             if isinstance(node, nodes.Name):
                 if node.ctx == "load":
@@ -60,6 +61,8 @@ class TemplateCode:
                 fields.add(node.arg.value)
             elif isinstance(node, nodes.Compare):
                 blocks.update(_block_kinds(node))
+            elif isinstance(node, nodes.If):
+                self.refuses_tools = self.refuses_tools or _refuses_tools(node)
             elif type(node) in _TAGS:
                 raise TemplateRefusal(f"the tag {{% {_TAGS[type(node)]} %}}")
         self._names = frozenset(names)
@@ -128,6 +131,14 @@ def parsed(text: str) -> TemplateCode:
     if len(text) > MAX_TEMPLATE:
         raise TemplateLimit(f"it has {len(text):,} characters, and at most {MAX_TEMPLATE:,} are allowed")
     return TemplateCode(_environment().parse(text))
+
+
+def _refuses_tools(node: nodes.If) -> bool:
+    """True for `{% if tools %}{{ raise_exception("…") }}{% endif %}`."""
+    written = [part for line in node.body if isinstance(line, nodes.Output) for part in line.nodes]
+    raises = [part for part in written if isinstance(part, nodes.Call) and isinstance(part.node, nodes.Name)]
+    tests_tools = isinstance(node.test, nodes.Name) and node.test.name == "tools"
+    return tests_tools and any(part.node.name == "raise_exception" for part in raises)
 
 
 def _block_kinds(node: nodes.Compare) -> Iterator[object]:
