@@ -50,7 +50,7 @@ def processor() -> BytePictures:
 class ZeroEncoder:
     """Makes rows of zeros, without programs."""
 
-    programs, nbytes = SimpleNamespace(compilations=0), 0
+    programs, nbytes, token_bytes = SimpleNamespace(compilations=0), 0, 32
 
     def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Any:
         return np.zeros((1, patches.plan.tokens, 8), np.float32)

@@ -17,7 +17,7 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.capabilities import capabilities_of
 from rekindle._src.capabilities.pictures.request import PICTURES
-from rekindle._src.core.pictures import EncodedRows, PictureStatistics, RowsOrigin, TokenGrid
+from rekindle._src.core.pictures import EncodedRows, PictureCost, PictureStatistics, RowsOrigin, TokenGrid
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.images import open_bytes, open_pictures
 from rekindle._src.serve import pictures as serve_pictures
@@ -58,6 +58,7 @@ class Pictures:
         self.asked: list[tuple[str, str | None]] = []
         self.digests: list[bytes] = []
         self.texts: list[str] = []
+        self.row_bytes = 96
 
     def read(self, values: Sequence[Any], field: str = "images") -> tuple[ReadPicture, ...]:
         values = [one.source if isinstance(one, ReadPicture) else one for one in values]
@@ -72,6 +73,9 @@ class Pictures:
 
     def filled(self, token_ids: Any, pictures: Any, field: str = "images") -> Any:
         return token_ids
+
+    def cost(self, width: int, height: int, field: str = "images") -> PictureCost:
+        return PictureCost(3, self.row_bytes)
 
     def counts(self, picture: Any) -> list[int]:
         return [3]
@@ -348,6 +352,29 @@ async def test_a_large_picture_does_not_count_as_waiting_text(session: Session) 
         assert words.status == 429
     finally:
         life.queued_tokens -= 10
+
+
+async def test_a_small_picture_counts_as_its_rows_while_it_waits(session: Session, pictures: Pictures) -> None:
+    """A pixel may be 256 rows of an encoder: a queue of such requests held 84 MB each, and counted as no tokens."""
+    app = make_app(session, max_queued_tokens=1_000)
+    life = app.state.rekindle.life
+    parts = [chat_part(uri(png(seed, (1, 1)))) for seed in range(8)]
+    life.queued_tokens += 10  # others wait
+    try:
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            pictures.row_bytes = 3 * 4_096
+            done = await post(app, path, body_of(path, uri(png(1, (1, 1)))))
+            assert done.status == 200, done.body
+            pictures.row_bytes = 1_000 * 4_096
+            done = await post(app, path, body_of(path, uri(png(1, (1, 1)))))
+            assert done.status == 429 and "1,000 may" in done.body.decode(), path
+        pictures.row_bytes = 126 * 4_096
+        assert (await post(app, "/v1/chat/completions", chat_body(*parts))).status == 429
+        assert (await post(app, "/v1/chat/completions", chat_body(*parts[1:]))).status == 200
+    finally:
+        life.queued_tokens -= 10
+    pictures.row_bytes = 1 << 40  # a request that waits for no other is let in
+    assert (await post(app, "/v1/chat/completions", chat_body(*parts))).status == 200
 
 
 async def test_tokens_of_pictures_are_counted_by_their_headers(session: Session, pictures: Pictures) -> None:

@@ -60,6 +60,11 @@ async def test_ids_give_the_tokens_of_a_text(session: Session, family: str) -> N
         assert (done.prompt_token_ids, done.token_ids) == (text.prompt_token_ids, text.token_ids)
         assert len(done.images) == 2 and (done.usage.cached_tokens > 0 or family == "qwen3.5")
         assert session.cache.explain(ids, images=[ONE, TWO]).prompt_tokens == len(whole)
+    shapes = [(one.shape[1], one.shape[0]) for one in (ONE, TWO)]
+    costs = [session.picture_cost(*shape) for shape in shapes]
+    figures = session.stats().pictures
+    assert figures is not None and figures.picture_row_bytes == sum(cost.bytes for cost in costs)
+    assert len(whole) - len(short) + 2 >= sum(cost.tokens for cost in costs) > 2
     one = [*encode(place), *encode("what?")]
     many = await session.generate([one, encode("of nothing")], images=[ONE, None], **GREEDY)
     assert many[0].token_ids == (await session.generate("what?", images=ONE, **GREEDY)).token_ids

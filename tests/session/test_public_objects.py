@@ -25,6 +25,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.views import style
+from rekindle.errors import InvalidRequest
 from rekindle.tiny import folder as tiny_folder
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
@@ -71,6 +72,12 @@ def pulled(session: Session) -> list[Any]:
     return awaited(session.cache.pull(address.address, EVIL * 3, secret=EVIL))
 
 
+def text_alone(session: Session) -> str:
+    with pytest.raises(InvalidRequest, match="can't be read by this model") as refused:
+        session.picture_cost(1, 1)
+    return str(refused.value)
+
+
 def pinned(cache: CacheView) -> list[Any]:
     node = cache.tree().nodes[0]
     return [cache.pin(node), cache.unpin(node)]
@@ -86,6 +93,7 @@ SESSION: dict[str, Recipe] = {
     "tokenizer": lambda session, path: session.tokenizer,
     "model": lambda session, path: session.model,
     "reads_pictures": lambda session, path: session.reads_pictures,
+    "picture_cost": lambda session, path: text_alone(session),
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,
     "trainable": lambda session, path: session.trainable(),

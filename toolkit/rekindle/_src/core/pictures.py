@@ -95,6 +95,13 @@ def patches_of(runs: Sequence[PictureRun]) -> dict[int, PicturePatch]:
     return {position: run.patch(position) for run in runs for position in range(run.start, run.stop)}
 
 
+class PictureCost(NamedTuple):
+    """The tokens that a picture adds to its prompt, and the bytes of its encoded rows in host memory."""
+
+    tokens: int
+    bytes: int
+
+
 class RowsOrigin(enum.Enum):
     """The place that the rows of a picture came from."""
 

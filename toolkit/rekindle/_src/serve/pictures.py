@@ -22,7 +22,8 @@ MOST_URLS = 16  # of a request
 
 _KINDS = ("image_url", "input_image", "image")  # of chat completions, responses and Anthropic's messages
 _DETAILS = ("auto", "low", "high", "original")
-_PIXELS_PER_TOKEN, _MOST_TOKENS = 1_024, 16_384  # an estimate: models have 256 to 16,384 tokens for a picture
+_ROW_BYTES = 4_096  # of a picture, in host memory while its request waits, that count as one token which waits
+_FETCHED_SIDE = 1_024  # pixels of a picture that is still to be fetched, an estimate
 
 
 def has_pictures(parts: Sequence[Mapping[str, Any]]) -> bool:
@@ -52,13 +53,16 @@ class RequestPictures:
     """
 
     def __init__(self, exchange: Exchange, session: ServedSession) -> None:
-        self._exchange, self._reads = exchange, session.reads_pictures
+        self._exchange, self._session, self._reads = exchange, session, session.reads_pictures
         self._count = self._pixels = self._tokens = self._characters = self._bytes = 0
         self._wanted: list[_PictureUrl] = []
 
     @property
     def tokens(self) -> int:
-        """About how many tokens the request has: its text, and its pictures by their sizes."""
+        """About how many tokens the request has: its text, and its pictures by their sizes.
+
+        Rows of pictures are encoded before their request runs, and are large: four kilobytes count as a token.
+        """
         return (self._exchange.size - self._characters) // CHARACTERS_PER_TOKEN + 1 + self._tokens
 
     async def messages(self, make: Callable[[ReadPicture], T]) -> T:
@@ -84,7 +88,7 @@ class RequestPictures:
             own["image"] = self._taken(decode_uri(uri, field=place, limits=LIMITS), place)
         else:
             self._wanted.append(_PictureUrl(self._allowed(uri, place), uri, place, own))
-            self._tokens += _PIXELS_PER_TOKEN
+            self._count_tokens(_FETCHED_SIDE, _FETCHED_SIDE, place)
         return own
 
     async def fetch(self) -> None:
@@ -118,11 +122,15 @@ class RequestPictures:
         self._bytes += len(picture.data)
         account = self._exchange.account
         account.hold(pictures=max(self._bytes, account.pictures))  # of fetched files, all are held already
-        self._tokens += min(picture.width * picture.height // _PIXELS_PER_TOKEN, _MOST_TOKENS)
+        self._count_tokens(picture.width, picture.height, path)
         if self._pixels > LIMITS.total_pixels:
             problem = f"makes {self._pixels:,} pixels in all; a request may have {LIMITS.total_pixels:,}"
             raise wrong(path, f"{picture.width}×{picture.height}", problem, "Send fewer or smaller pictures")
         return picture
+
+    def _count_tokens(self, width: int, height: int, path: str) -> None:
+        cost = self._session.picture_cost(width, height, field=path)
+        self._tokens += max(cost.tokens, cost.bytes // _ROW_BYTES)
 
     def _allowed(self, uri: str, path: str) -> WebUrl:
         fetcher = self._exchange.service.fetcher

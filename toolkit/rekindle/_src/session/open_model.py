@@ -13,6 +13,7 @@ from rekindle._src.calls.rows import RowMapping
 from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.foreign_calls import SESSION, ForeignClass, ForeignNames
+from rekindle._src.core.pictures import PictureCost
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -97,6 +98,17 @@ class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests, metac
     def reads_pictures(self) -> bool:
         """True if a prompt may have pictures."""
         return PICTURES.of(self._front) is not None
+
+    def picture_cost(self, width: int, height: int, *, field: str = "images") -> PictureCost:
+        """Return the tokens that a picture of this size adds to its prompt, and the bytes of its encoded rows.
+
+        Raises `InvalidRequest`, which names `field`, for a model of text alone and for a size that it can't read.
+        """
+        pictures = PICTURES.of(self._front)
+        if pictures is None:
+            fix = "Open a model that reads pictures"
+            raise InvalidRequest(field, f"{width}×{height}", "can't be read by this model", fix)
+        return pictures.cost(width, height, field)
 
     @property
     def compiling(self) -> str:

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.capabilities.pictures.encoding_programs import Cancellation, EncodingPrograms
@@ -93,6 +94,12 @@ class PictureEncoder:
     def nbytes(self) -> int:
         """Bytes of its weights on the device."""
         return sum(leaf.nbytes for leaf in self._leaves)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the rows of one token, those for deeper layers included."""
+        graph = self._plan.tower.graph
+        return (1 + len(graph.config.deepstack)) * graph.config.out_size * np.dtype(graph.precision.stream).itemsize
 
     def sleep(self) -> int:
         """Give the memory of its weights back; the step that runs ends before. Return their bytes."""

@@ -24,7 +24,14 @@ from rekindle._src.capabilities.pictures.stages import PictureStages
 from rekindle._src.capabilities.plans import Owner, SessionPlan
 from rekindle._src.core import words
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureStatistics, RowsOrigin, TokenGrid
+from rekindle._src.core.pictures import (
+    EncodedRows,
+    PictureCost,
+    PictureLike,
+    PictureStatistics,
+    RowsOrigin,
+    TokenGrid,
+)
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.store import Store
 from rekindle._src.dispatch.backend import Services
@@ -116,6 +123,11 @@ class RowEncoder(Protocol):
     def programs(self) -> EncodingPrograms: ...
     @property
     def nbytes(self) -> int: ...
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the rows of one token."""
+        ...
+
     def __call__(self, patches: PicturePatches, wanted: Callable[[], bool]) -> Rows: ...
     def sleep(self) -> int: ...
     def wake(self) -> None: ...
@@ -222,6 +234,11 @@ class SessionPictures(Owner):
         plan = self._processor.plan
         values = [one.source if isinstance(one, GivenPicture) else one for one in values]
         return tuple(GivenPicture(one, plan(one.width, one.height)) for one in open_pictures(values, field=field))
+
+    def cost(self, width: int, height: int, field: str = "images") -> PictureCost:
+        """Return the tokens and bytes of a picture of this size. Raises `InvalidRequest` for an unreadable one."""
+        tokens = self._processor.plan(width, height, field=field).tokens
+        return PictureCost(tokens, tokens * self._encoder.token_bytes)
 
     def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
         """Return a text with one token for each run of rows, from one with a marker for each picture."""

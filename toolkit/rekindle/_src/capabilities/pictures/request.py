@@ -10,7 +10,14 @@ import numpy as np
 
 from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.pictures import EncodedRows, PictureLike, PictureSpan, PictureStatistics, PictureUse
+from rekindle._src.core.pictures import (
+    EncodedRows,
+    PictureCost,
+    PictureLike,
+    PictureSpan,
+    PictureStatistics,
+    PictureUse,
+)
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
@@ -38,6 +45,10 @@ class PicturesLike(Protocol):
 
     def read(self, values: Sequence[object], field: str = "images") -> tuple[PictureLike, ...]:
         """Return the pictures in values of the caller. Raises `InvalidRequest` for anything else."""
+        ...
+
+    def cost(self, width: int, height: int, field: str = "images") -> PictureCost:
+        """Return the tokens and bytes of a picture of this size. Raises `InvalidRequest` for an unreadable one."""
         ...
 
     def spelled(self, text: str, pictures: Sequence[PictureLike]) -> str:
