@@ -22,6 +22,7 @@ from rekindle._src.serve.errors import ApiError
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 IN_A_THREAD = 128 << 10  # bytes from which parsing delays other streams by a millisecond or more
+VALUES_IN_A_THREAD = 4_096  # values from which making a request of them may do so, however few bytes they have
 BYTES_PER_VALUE = 32  # a body may have one value for so many bytes of the largest body
 VALUES_PER_NAME = 8  # a body may have one field name for so many values: a name takes ten times as long to parse
 MOST_DIGITS = 1_000  # of a number

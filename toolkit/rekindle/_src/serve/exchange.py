@@ -22,6 +22,7 @@ from rekindle._src.core.version import VERSION
 from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.bodies import (
     IN_A_THREAD,
+    VALUES_IN_A_THREAD,
     ClientDisconnect,
     Receive,
     Scope,
@@ -176,7 +177,7 @@ class Exchange:
         self._send = send
         self._lock = anyio.Lock(fast_acquire=True)  # the heartbeat sends from its own task
         self._ended = False
-        self.size = 0  # bytes of the body
+        self.size = self.values = 0  # bytes and JSON values of the body, about
         self.status = 0  # of the response, once it has begun
         self.streaming = False
         self.sent_at = time.monotonic()  # time of the last send
@@ -203,7 +204,8 @@ class Exchange:
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""
-        return work() if self.size < IN_A_THREAD else await self.run_in_turn(work)
+        small = self.size < IN_A_THREAD and self.values < VALUES_IN_A_THREAD
+        return work() if small else await self.run_in_turn(work)
 
     async def run_in_turn(self, work: Callable[[], T]) -> T:
         """Return `work()`, run in a thread. It does not run if the client leaves before its turn."""
@@ -347,6 +349,7 @@ class JsonEndpoint:
         def read() -> dict[str, Any]:
             marks = check_size(data, service.body_limit)
             account.hold(parsed=parsing_bytes(data, marks))
+            exchange.values = marks
             fields = self._endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
             if len(data) >= IN_A_THREAD:  # of a small one, the bound will do
                 account.hold(parsed=bytes_of(fields))
