@@ -224,7 +224,7 @@ def read_changes(path: str | Path) -> tuple[Steer, ...]:
             raise ValueError
         header = json.loads(data[8 : 8 + length])
         metadata = {"mode": "add", "scale": "1", **header.pop("__metadata__", {})}
-        vectors = {name: _vector(memoryview(data)[8 + length :], entry) for name, entry in header.items()}
+        vectors = _vectors(memoryview(data)[8 + length :], header)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error):
         fix = f"Write vectors in 16, 32 or 64 bits, without bfloat16. {_NAMING}"
         raise _wrong(file, "is no safetensors file of float vectors", fix) from None
@@ -247,10 +247,17 @@ def read_changes(path: str | Path) -> tuple[Steer, ...]:
     return tuple(sorted(changes, key=lambda change: change.layer))
 
 
-def _vector(data: memoryview, entry: Any) -> NDArray[Any]:
-    begin, end = entry["data_offsets"]
-    numbers: NDArray[Any] = np.frombuffer(data[begin:end], FLOATS[entry["dtype"]])
-    return numbers.reshape(entry["shape"])
+def _vectors(data: memoryview, header: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """Return the tensors of a file. Raise ValueError if they have more bytes than it, since some are the same ones."""
+    vectors, left = dict[str, NDArray[Any]](), len(data)
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        left -= end - begin
+        if not 0 <= begin <= end <= len(data) or left < 0:
+            raise ValueError
+        numbers: NDArray[Any] = np.frombuffer(data[begin:end], FLOATS[entry["dtype"]])
+        vectors[name] = numbers.reshape(entry["shape"])
+    return vectors
 
 
 def _wrong(file: Path, problem: str, fix: str) -> ConfigError:
