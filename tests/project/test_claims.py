@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from rekindle._src.cli import learn
+from rekindle._src.cli.commands import learn
 from rekindle._src.views import style
 
 ROOT = Path(__file__).parents[2]
