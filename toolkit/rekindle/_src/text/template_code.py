@@ -136,9 +136,8 @@ def parsed(text: str) -> TemplateCode:
 def _refuses_tools(node: nodes.If) -> bool:
     """True for `{% if tools %}{{ raise_exception("…") }}{% endif %}`."""
     written = [part for line in node.body if isinstance(line, nodes.Output) for part in line.nodes]
-    raises = [part for part in written if isinstance(part, nodes.Call) and isinstance(part.node, nodes.Name)]
-    tests_tools = isinstance(node.test, nodes.Name) and node.test.name == "tools"
-    return tests_tools and any(part.node.name == "raise_exception" for part in raises)
+    called = [part.node.name for part in written if isinstance(part, nodes.Call) and isinstance(part.node, nodes.Name)]
+    return isinstance(node.test, nodes.Name) and node.test.name == "tools" and "raise_exception" in called
 
 
 def _block_kinds(node: nodes.Compare) -> Iterator[object]:
