@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import anyio
-import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.bench import growth, limits, workloads
+from rekindle._src.bench import limits, workloads
 from rekindle._src.bench.shapes import SHAPES, hf_config, write_checkpoint
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import main, parser
@@ -89,33 +87,6 @@ def test_a_shape_becomes_a_checkpoint_that_opens(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").stat().st_mtime_ns == written, "a complete folder is not written again"
 
 
-def test_the_step_time_is_what_tokens_take_however_they_arrive() -> None:
-    steady = np.arange(65) / 100
-    assert growth.rate_ms(steady.tolist()) == pytest.approx(10)
-    in_fours = (np.arange(65) // 4 * 4) / 100
-    assert growth.rate_ms(in_fours.tolist()) == pytest.approx(10, rel=0.15)
-    stalled = steady + np.where(np.arange(65) > 30, 5.0, 0.0)
-    assert growth.rate_ms(stalled.tolist()) == pytest.approx(10), "one long stall is not the step time"
-
-
-def test_growth_prints_each_point_beside_its_sweep_s_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    points = [growth.Point("rows", 1, 2.0), growth.Point("rows", 8, 5.0), growth.Point("context", 128, 3.0)]
-
-    async def measured(*given: object, **options: object) -> list[growth.Point]:
-        return points
-
-    monkeypatch.setattr(growth, "measure", measured)
-    assert main(["bench", "--model", "micro", "--growth"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == ["1.00×", "2.50×", "1.00×"]
-    assert main(["bench", "--model", "micro", "--growth", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["points"][1] == {"sweep": "rows", "x": 8, "step_ms": 5.0}
-    pytest.importorskip("matplotlib")
-    assert {file.name for file in growth.plot(points, tmp_path)} == {"rows.png", "context.png"}
-
-
 def test_a_workload_has_rows_for_what_is_guessed() -> None:
     arguments = parser().parse_args(["bench", "--prompt-lookup", "7"])
     assert bench.needed("tiny", "W1", engine_options(arguments)) == {"max_model_len": 1024, "max_requests": 8}
@@ -126,7 +97,6 @@ def test_an_unknown_workload_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--workloads", "W1,W9"])
     assert "W9" in capsys.readouterr().err
-    assert parser().parse_args(["bench"]).growth is False
 
 
 @pytest.mark.anyio
@@ -153,20 +123,6 @@ def test_fresh_processes_start_and_restart(tmp_path: Path) -> None:
     assert 0 < started["warm_s"] < started["cold_s"], "the second process compiles nothing"
     again = workloads.restart(folder, {"max_requests": 16})
     assert again["restored_share"] == again["restored_prefill_s"] / again["cold_prefill_s"] > 0
-
-
-@pytest.mark.slow
-def test_every_sweep_of_growth_has_points(tmp_path: Path) -> None:
-    import anyio
-
-    from rekindle._src.bench.shapes import random_shape
-
-    async def run() -> list[growth.Point]:
-        return await growth.measure(random_shape("micro"), 512, {}, scale=0.01, say=lambda text: None)
-
-    points = anyio.run(run)
-    assert {point.sweep for point in points} == {"rows", "context", "cached pages", "queued requests"}
-    assert all(point.step_ms > 0 for point in points)
 
 
 def test_runs_in_which_a_program_was_compiled_are_not_counted() -> None:

@@ -66,7 +66,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
             "object code that was compiled here", "a file", lambda: ["rekindle_([a-z][a-z0-9_]*)"]
         ),
     },
-    "toolkit/rekindle/_src/bench/breakdown.py": {
+    "toolkit/workshop/breakdown.py": {
         r"(?:ENTRY )?%?([\w.-]+) ": US("a program as XLA prints it", "a line"),
         r"\s*(?:ROOT )?%?([\w.-]+) = ": US("a program as XLA prints it", "a line"),
         r"(?:calls|to_apply|body)=%?([\w.-]+)": US("a program as XLA prints it", "a line"),

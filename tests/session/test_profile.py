@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from helpers import small
-from rekindle._src.bench.breakdown import executions
 from rekindle.errors import InvalidRequest, SessionClosed
+from workshop.breakdown import executions
 
 pytestmark = pytest.mark.usefixtures("large_steps")
 

@@ -198,7 +198,6 @@ WORKLOADS: dict[str, Workload] = {
     "W7": arrivals,
 }
 FRESH = ("W5", "W8")  # workloads that run in new processes
-BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
 LENGTHS = {"W4": 2 * SHARED, "W6": 8192}  # the max_model_len a workload needs beyond MODEL_LEN
 MODEL_LEN = 2048
 REQUESTS = {"W3": 32, "W4": 16, "W7": 16}  # requests that run at once

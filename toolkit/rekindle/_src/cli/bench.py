@@ -9,7 +9,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +31,7 @@ if TYPE_CHECKING:
 
 def run(arguments: argparse.Namespace, names: list[str]) -> int:
     """Measure the workloads with these names, and print their figures."""
-    if arguments.growth:
-        report = grow(arguments.model, engine_options(arguments), arguments.scale, arguments.plots)
-        print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
-        return 0
-    options = engine_options(arguments)
-    breakdown = {"breakdown": break_down(arguments.model, names, options)} if arguments.breakdown else {}
-    report = measure(arguments.model, names, arguments.repeat, options) | breakdown
+    report = measure(arguments.model, names, arguments.repeat, engine_options(arguments))
     print(json.dumps(report, indent=1)) if arguments.json else show(report)
     return 0
 
@@ -47,13 +41,13 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
     from rekindle._src.bench import limits
 
     options = {"dtype": "bfloat16", **options} if is_shape(model) else options
-    _say("limits …")
+    say("limits …")
     machine = limits.measure()
     report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(machine)}
-    loaded = _loaded(model, options)
+    loaded = loaded_model(model, options)
     work = _work(model, options)
     for name in names:
-        _say(f"{name} …")
+        say(f"{name} …")
         if name in workloads.FRESH:
             report[name] = _fresh(model, name, repeat, options)
         else:
@@ -134,33 +128,8 @@ def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[
             raise RekindleError(f"{name} failed: {error}. Its output above says why") from error
 
 
-def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) -> dict[str, Any]:
-    """Measure how the step time grows with rows, context, cached pages and queued requests."""
-    from rekindle._src.bench import growth
-
-    loaded = _loaded(model, options)
-    measured = functools.partial(growth.measure, loaded, vocab_size(loaded), options, scale=scale, say=_say)
-    points = anyio.run(measured)
-    if plots is not None:
-        for file in growth.plot(points, plots):
-            _say(f"wrote {file}")
-    return {"model": model, **options, "points": [dataclasses.asdict(point) for point in points]}
-
-
-def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the breakdown of each workload's steps, or None where `options` run no such step."""
-    from rekindle._src.bench import breakdown
-
-    loaded, breakdowns = _loaded(model, options), {}
-    for name in (name for name in names if name in workloads.BROKEN_DOWN):
-        _say(f"breakdown of {name} …")
-        sizes = {**needed(loaded, name, options), **options}
-        measurement = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
-        breakdowns[name] = None if measurement is None else dataclasses.asdict(measurement)
-    return breakdowns
-
-
-def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
+def loaded_model(model: str, options: dict[str, Any]) -> LoadedModel | str:
+    """Return a model of random weights in a named shape; other models are opened by their names."""
     if not is_shape(model):
         return model
     dtype = options.get("dtype", "auto")
@@ -205,37 +174,6 @@ def show(report: dict[str, Any]) -> None:
         if name.startswith("W"):
             print(f"{name}  " + "  ".join(f"{figure} {_number(figure, value)}" for figure, value in figures.items()))
 
-    if "breakdown" in report:
-        show_breakdown(report["breakdown"])
-
-
-def show_breakdown(breakdowns: dict[str, dict[str, Any] | None]) -> None:
-    """Print a column for each workload and a line for each part: milliseconds and the share of the step."""
-    from rekindle._src.bench.breakdown import PARTS
-
-    columns = {name: figures for name, figures in breakdowns.items() if figures is not None}
-    for name, figures in breakdowns.items():
-        if figures is None:
-            print(f"{name}: no such step runs with these options")
-    if not columns:
-        return
-
-    def line(title: str, cells: Iterable[str], note: str = "") -> None:
-        print(f"{title:10}" + "".join(f"{cell:>20}" for cell in cells) + (f"   {note}" if note else ""))
-
-    print()
-    line("", (f"{name} {figures['program']}" for name, figures in columns.items()))
-    line(
-        "",
-        (f"{column['rows']:.0f} + {column['tokens']:.0f} tokens" for column in columns.values()),
-        "decoded + prefilled",
-    )
-    for part, note in PARTS.items():
-        times = ((column["parts_ms"][part], column["step_ms"]) for column in columns.values())
-        line(part, (f"{ms:.3f} ms {ms / step:6.1%}" for ms, step in times), note)
-    line("step", (f"{column['step_ms']:.3f} ms       " for column in columns.values()), "recorded by the profiler")
-    line("", (f"{column['untraced_ms']:.3f} ms       " for column in columns.values()), "otherwise")
-
 
 def _number(figure: str, value: float) -> str:
     if "share" in figure:
@@ -243,14 +181,7 @@ def _number(figure: str, value: float) -> str:
     return f"{value:,.2f}" if figure.endswith("_s") and not figure.endswith("tok_s") else f"{value:,.1f}"
 
 
-def show_growth(report: dict[str, Any]) -> None:
-    """Print a line for each point, with its step time relative to the first of its sweep."""
-    first: dict[str, float] = {}
-    for point in report["points"]:
-        ratio = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
-        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {ratio:5.2f}×")
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print progress, at a terminal alone."""
     if sys.stderr.isatty():
         print(text, file=sys.stderr)

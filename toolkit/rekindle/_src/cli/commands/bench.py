@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from rekindle._src.cli import usage
 from rekindle._src.cli.usage import Parser
@@ -16,30 +15,21 @@ def options(command: Parser) -> None:
     usage.add_model(command, checked=_check)
     command.add("--workloads", "comma-separated names (default W1,W2,W3,W4)", default="W1,W2,W3,W4")
     command.add("--repeat", "runs of each workload; the median is shown", type=int, default=3)
-    command.flag("--breakdown", "also break the steps of W1, W2 and W3 down into parts")
-    command.flag("--growth", "instead measure step time against rows, context, pages and queue")
-    command.add("--scale", "with --growth: the share of each sweep's range to measure", type=float, default=1.0)
-    command.add("--plots", "with --growth: a folder for pictures; needs matplotlib", type=Path)
     command.flag("--json", "print the figures as JSON")
 
 
 def _check(arguments: argparse.Namespace) -> None:
     from rekindle._src.bench.shapes import is_shape
-    from rekindle._src.bench.workloads import BROKEN_DOWN, FRESH, WORKLOADS
+    from rekindle._src.bench.workloads import FRESH, WORKLOADS
 
     names, known = workload_names(arguments), sorted((*WORKLOADS, *FRESH))
     for name in names:
         if name not in known:
             raise ConfigError("--workloads", name, "is not known", f"Use some of {', '.join(known)}")
-    if not names and not arguments.growth:
+    if not names:
         raise ConfigError("--workloads", arguments.workloads, "names none", f"Use some of {', '.join(known)}")
-    if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        problem = f"needs one of {', '.join(BROKEN_DOWN)}, without --growth"
-        raise ConfigError("--breakdown", True, problem, "Name one in --workloads")
     if arguments.repeat < 1:
         raise ConfigError("--repeat", arguments.repeat, "must be at least 1", "Use 3 for a median")
-    if arguments.scale <= 0:
-        raise ConfigError("--scale", arguments.scale, "must be above 0", "Use a share such as 0.5")
     if not is_shape(arguments.model):
         usage.check_model(arguments.model)
 

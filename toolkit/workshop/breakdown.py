@@ -1,4 +1,4 @@
-"""The breakdown of a step's time into parts, measured by the profiler.
+"""The breakdown of a step's time into parts, measured by the profiler: `python -m workshop.breakdown --model 135m`.
 
 W1 a step that decodes one row    W2 a step full of prefill tokens    W3 one of decode rows and prefill tokens together
 
@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import json
 import os
 import re
 import statistics
@@ -24,10 +25,12 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import anyio
 import jax
 
 from rekindle._src.bench import workloads
 from rekindle._src.bench.workloads import whole_programs
+from rekindle._src.cli import bench, usage
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.threads import capture_contexts
@@ -323,3 +326,56 @@ def own_times(run: Sequence[Interval], parts: Mapping[str, str]) -> dict[str, fl
             heapq.heappop(running)
         times[parts.get(running[0][2], "small") if running else "between"] += right - left
     return times
+
+
+def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the breakdown of each workload's steps, or None where `options` run no such step."""
+    loaded, breakdowns = bench.loaded_model(model, options), {}
+    for name in names:
+        bench.say(f"breakdown of {name} …")
+        sizes = {**bench.needed(loaded, name, options), **options}
+        measurement = anyio.run(measure, loaded, name, bench.vocab_size(loaded), sizes)
+        breakdowns[name] = None if measurement is None else dataclasses.asdict(measurement)
+    return breakdowns
+
+
+def show_breakdown(breakdowns: dict[str, dict[str, Any] | None]) -> None:
+    """Print a column for each workload and a line for each part: milliseconds and the share of the step."""
+    columns = {name: figures for name, figures in breakdowns.items() if figures is not None}
+    for name, figures in breakdowns.items():
+        if figures is None:
+            print(f"{name}: no such step runs with these options")
+    if not columns:
+        return
+
+    def line(title: str, cells: Iterable[str], note: str = "") -> None:
+        print(f"{title:10}" + "".join(f"{cell:>20}" for cell in cells) + (f"   {note}" if note else ""))
+
+    print()
+    line("", (f"{name} {figures['program']}" for name, figures in columns.items()))
+    line(
+        "",
+        (f"{column['rows']:.0f} + {column['tokens']:.0f} tokens" for column in columns.values()),
+        "decoded + prefilled",
+    )
+    for part, note in PARTS.items():
+        times = ((column["parts_ms"][part], column["step_ms"]) for column in columns.values())
+        line(part, (f"{ms:.3f} ms {ms / step:6.1%}" for ms, step in times), note)
+    line("step", (f"{column['step_ms']:.3f} ms       " for column in columns.values()), "recorded by the profiler")
+    line("", (f"{column['untraced_ms']:.3f} ms       " for column in columns.values()), "otherwise")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Break the steps of workloads down and print their parts."""
+    parser = usage.Parser(prog="python -m workshop.breakdown", description=__doc__)
+    usage.add_model(parser, checked=lambda arguments: None)
+    parser.add_argument("--workloads", help="some of them", nargs="+", choices=tuple(ROUNDS), default=[*ROUNDS])
+    parser.flag("--json", "print the figures as JSON")
+    arguments = parser.parse_args(argv)
+    breakdowns = break_down(arguments.model, arguments.workloads, usage.engine_options(arguments))
+    print(json.dumps(breakdowns, indent=1)) if arguments.json else show_breakdown(breakdowns)
+    return 0
+
+
+if __name__ == "__main__":
+    main()

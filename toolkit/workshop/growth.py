@@ -1,5 +1,7 @@
 """The growth of a decoding step's time with rows, context, cached pages and queued requests.
 
+    python -m workshop.growth --model 135m [--scale 0.5] [--plots FOLDER]
+
 Rows and context are work for the model and are measured with the chosen one. Cached pages and queued requests are
 bookkeeping and should cost nothing: they are measured with a model so small that any cost would show.
 """
@@ -7,6 +9,8 @@ bookkeeping and should cost nothing: they are measured with a model so small tha
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import statistics
 import tempfile
 import time
@@ -19,6 +23,7 @@ import anyio
 
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.workloads import RandomPrompts, whole_programs
+from rekindle._src.cli import bench, usage
 from rekindle._src.session import opening
 
 if TYPE_CHECKING:
@@ -179,3 +184,41 @@ def plot(points: Sequence[Point], folder: Path) -> list[Path]:
         figure.savefig(files[-1], dpi=120)
         pyplot.close(figure)
     return files
+
+
+def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) -> dict[str, Any]:
+    """Measure how the step time grows with rows, context, cached pages and queued requests."""
+    loaded = bench.loaded_model(model, options)
+    measured = functools.partial(measure, loaded, bench.vocab_size(loaded), options, scale=scale, say=bench.say)
+    points = anyio.run(measured)
+    if plots is not None:
+        for file in plot(points, plots):
+            bench.say(f"wrote {file}")
+    return {"model": model, **options, "points": [dataclasses.asdict(point) for point in points]}
+
+
+def show_growth(report: dict[str, Any]) -> None:
+    """Print a line for each point, with its step time relative to the first of its sweep."""
+    first: dict[str, float] = {}
+    for point in report["points"]:
+        ratio = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
+        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {ratio:5.2f}×")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure the sweeps and print their points."""
+    parser = usage.Parser(prog="python -m workshop.growth", description=__doc__)
+    usage.add_model(parser, checked=lambda arguments: None)
+    parser.add("--scale", "the share of each sweep's range to measure (default 1)", type=float, default=1.0)
+    parser.add("--plots", "a folder for pictures; needs matplotlib", type=Path)
+    parser.flag("--json", "print the figures as JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.scale <= 0:
+        parser.error(f"--scale {arguments.scale} must be above 0. Use a share such as 0.5")
+    report = grow(arguments.model, usage.engine_options(arguments), arguments.scale, arguments.plots)
+    print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
+    return 0
+
+
+if __name__ == "__main__":
+    main()
