@@ -24,8 +24,8 @@ from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot
-from rekindle._src.scheduling import followers
-from rekindle._src.scheduling.followers import Follower
+from rekindle._src.kvcache import PrefixCache
+from rekindle._src.scheduling.followers import FollowedExtension, Follower
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -33,7 +33,7 @@ COUNTS: Report[int] = Report("counts")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Counted(Extension):
+class Counted(FollowedExtension):
     """Its tokens are counted, from a number on."""
 
     first: int
@@ -42,6 +42,9 @@ class Counted(Extension):
     @property
     def altered(self) -> tuple[str, ...]:
         return ("counted",)
+
+    def follower(self, request: Request, cache: PrefixCache | None) -> Follower:
+        return Counter(self)
 
     def another(self) -> Counted:
         return Counted(self.first, again=True)
@@ -107,7 +110,6 @@ class CountingEntry(CapabilityEntry):
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     monkeypatch.setattr(capabilities, "ENTRIES", (*capabilities.ENTRIES, CountingEntry()))
-    monkeypatch.setitem(followers.FOLLOWERS, Counted, lambda counted, request, kept: Counter(counted))
     with opened() as fake:
         yield fake
 

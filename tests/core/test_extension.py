@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pickle
 
+from rekindle._src.capabilities.captures.tapped import RequestTaps
+from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities.scores.request import PromptScoring
 from rekindle._src.core.captured import Backlog
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.extensions import PromptPooling, PromptScoring
 from rekindle._src.core.records import RowResult, TokenEvent, TokenLogprobs
 from rekindle._src.core.report import NO_REPORTS
 from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
-from rekindle._src.core.tapped import RequestTaps
 
 
 def test_their_answers_are_those_of_all() -> None:

@@ -20,10 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
+from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities.scores.request import PromptScoring
 from rekindle._src.core.claims import Claim
 from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.extension import Extension, Extensions
-from rekindle._src.core.extensions import Guidance, PromptPooling, PromptScoring
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import (
     GuideLike,
     IntArray,

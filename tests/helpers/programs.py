@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rekindle._src.capabilities import ENTRIES
+from rekindle._src.capabilities.captures.custom import Tap
 from rekindle._src.capabilities.plans import OpenArguments
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
@@ -12,7 +13,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.plan import ProgramAddition, ProgramPlan
 from rekindle._src.programs.programs import Programs
-from rekindle._src.programs.user_functions import LogitsProcessor, Tap
+from rekindle._src.programs.user_functions import LogitsProcessor
 
 
 def parts_of(config: EngineConfig, *, taps: Sequence[Tap] = ()) -> tuple[ProgramAddition, ...]:

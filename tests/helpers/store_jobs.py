@@ -16,14 +16,14 @@ import pytest
 import rekindle_kernels
 from helpers.disk_calls import Mark
 from helpers.stored_pages import IDENTITY, chain, payload_of, same
+from rekindle._src.capabilities.captures.files import CaptureFiles
+from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.core import atomic_checkpoint
 from rekindle._src.core.atomic_checkpoint import is_finished
-from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.captured import Captured, CapturedPart
 from rekindle._src.core.json_lines import JsonLines
 from rekindle._src.core.shared_cache import FolderPlace, SharedCache
 from rekindle._src.core.store import Store
-from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers import disk as disk_module

@@ -14,6 +14,7 @@ from jax import Array
 
 from helpers import checkpoints
 from helpers.thorough import by_default
+from rekindle._src.capabilities.captures.step import tap_facts
 from rekindle._src.core.taps import LOGITS
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import abstract_model, merge
@@ -23,7 +24,6 @@ from rekindle._src.models.nn.forward import ForwardPass, RopeTables
 from rekindle._src.models.nn.linear import Linear, RMSNorm, matrices
 from rekindle._src.models.plain import PlainAttention
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.programs.taps import tap_facts
 from rekindle_kernels import gated
 
 CASES = dict(checkpoints.CASES)

@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
+from rekindle._src.capabilities.pooling.step import Pooling
 from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.report import Report
 from rekindle._src.core.sampling import Sampling
@@ -79,7 +80,7 @@ STEERING = Steering()
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    features = Features((*features_of().entries, STEERING), Guides())
+    features = Features((*features_of().entries, Pooling(), STEERING), Guides())
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), features=features)
     runner = Runner(MODEL, programs.config, programs=programs)
     yield Driver(runner)

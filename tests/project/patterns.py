@@ -225,7 +225,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/cli/screen.py": {
         "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
     },
-    "toolkit/rekindle/_src/core/capture_files.py": {
+    "toolkit/rekindle/_src/capabilities/captures/files.py": {
         "json.loads": USER("the header of a file of vectors", "LONGEST_HEADER")
     },
     "toolkit/rekindle/_src/core/captured.py": {"json.loads": US("the header of captures", "HEADER")},

@@ -19,7 +19,7 @@ from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, RequestFailed, RequestQuarantined, Session
 from rekindle._src.capabilities.guides.request import StructureIntake
-from rekindle._src.core.extensions import PromptPooling
+from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState

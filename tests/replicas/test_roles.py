@@ -16,8 +16,8 @@ from helpers import checkpoints
 from helpers.fleets import LocalReplica, local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError, FinishReason, Fleet
+from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core.extension import Extensions
-from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.records import Request
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import goes_two_ways, prompt_only, roles_of

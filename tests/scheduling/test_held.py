@@ -6,9 +6,9 @@ import pytest
 
 from helpers.fakes import extended, make_request
 from helpers.scheduling import LoopBuilder, exact
+from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.core.captured import Backlog
 from rekindle._src.core.records import Request
-from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.dispatch import engine
 
 PROMPT = "a prompt that goes on for some pages, the first of which others share"

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.fakes import extended, make_request
 from helpers.scheduling import Loop, LoopBuilder
-from rekindle._src.core.extensions import PromptPooling
+from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.core.report_kinds import POOLED
 

@@ -17,9 +17,9 @@ from helpers.asgi import get, post
 from helpers.small import MODEL, OPTIONS, plain, prompt
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Steer
+from rekindle._src.capabilities.captures.files import read_changes
 from rekindle._src.cli import main
 from rekindle._src.cli.usage import paths_by_name
-from rekindle._src.core.capture_files import read_changes
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle.errors import ConfigError
 from rekindle.serve import app

@@ -21,11 +21,11 @@ from helpers.sessions import eventually
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle._src.capabilities.captures import request as captures
+from rekindle._src.capabilities.captures.files import CaptureFiles, _GrowingFile
+from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.capabilities.captures.writer import MOST_UNATTENDED
-from rekindle._src.core.capture_files import CaptureFiles, _GrowingFile
 from rekindle._src.core.captured import Backlog, CapturedPart
 from rekindle._src.core.pictures import PictureRun, TokenGrid
-from rekindle._src.core.tapped import RequestTaps
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -113,7 +113,7 @@ async def test_a_full_disk_ends_its_own_request(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rekindle._src.core.capture_files._GrowingFile.append", full)
+    monkeypatch.setattr("rekindle._src.capabilities.captures.files._GrowingFile.append", full)
     failing = session.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed):

@@ -19,7 +19,7 @@ from helpers.plain_loop import plain_loop
 from helpers.tapping import Plain, difference
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
-from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
+from rekindle._src.capabilities.captures.tapped import MAX_RUNS, MAX_VECTORS
 from rekindle._src.evaluation.lens import most_likely
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import Features

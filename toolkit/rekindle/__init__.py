@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from rekindle._src.calls.rows import RowAnswer, RowAnswers, RowMap
     from rekindle._src.calls.tool_functions import ToolLike
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
+    from rekindle._src.capabilities.captures.custom import Tap, TapContext
     from rekindle._src.core.captured import Captured
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
@@ -80,7 +81,7 @@ if TYPE_CHECKING:
     from rekindle._src.kvcache.sharing import SharedPages
     from rekindle._src.kvcache.writer import SaveReport
     from rekindle._src.opening.local_models import LocalModel, LocalModels, local_models
-    from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
+    from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
@@ -120,7 +121,8 @@ _LAZY = {
         "kvcache.sharing": ("SharedPages",),
         "kvcache.writer": ("SaveReport",),
         "opening.local_models": ("LocalModel", "LocalModels", "local_models"),
-        "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
+        "capabilities.captures.custom": ("Tap", "TapContext"),
+        "programs.user_functions": ("LogitsContext", "LogitsProcessor"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),

@@ -9,7 +9,7 @@ BOUNDS: list[Bound] = []
 OTHERS: dict[str, dict[str, Other]] = {
     "calls/pictures.py": {"_MOST_SHOWN": SHOWN},
     "cli/cache.py": {"MOST_NAMED": SHOWN},
-    "core/capture_files.py": {
+    "capabilities/captures/files.py": {
         "_LONGEST_NUMBER": OURS, "LONGEST_HEADER": within("values of tensors' entries"),
         "LARGEST_CHANGES": Other("the bytes of a file that is read whole; its vectors have twice as many at most"),
     },

@@ -94,10 +94,11 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_ALLOWED_TOKENS": SMALL, "MAX_ADAPTERS": SMALL, "MAX_STEERS": SMALL, "MAX_PROCESSORS": SMALL,
         "MAX_STRUCTURE": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
     },
-    "core/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
+    "capabilities/captures/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
     "capabilities/captures/writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
     "programs/feature.py": {"MAX_PROCESSORS": OURS},
-    "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS, "MAX_TAPS": OURS},
+    "capabilities/captures/custom.py": {"MAX_TAPS": OURS},
+    "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS},
     "scheduling/slow_rows.py": {"LONGEST": TIME},
     "structured/compilers.py": {
         "LONGEST": TIME, "MOST_WAITING": TIME, "_MOST_SAID": SHOWN,

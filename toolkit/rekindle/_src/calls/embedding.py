@@ -16,10 +16,10 @@ from rekindle._src.calls.handle import Batch, Handle
 from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, parse
 from rekindle._src.calls.requests import Images
+from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
-from rekindle._src.core.extensions import PromptPooling
 from rekindle._src.core.options import check_batch, refuse_keywords
 from rekindle._src.core.records import Completion, EmbeddingResult, Pooling, Status, Usage, Vector
 from rekindle._src.core.sampling import Sampling

@@ -13,9 +13,9 @@ from rekindle._src.programs.plan import ProgramAddition, ProgramPlan
 from rekindle._src.scheduling.admission import DeviceRoom
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.captures.custom import Tap
     from rekindle._src.core.taps import Steer
     from rekindle._src.models.loading.checkpoint import CheckpointPlan
-    from rekindle._src.programs.user_functions import Tap
     from rekindle._src.text.tokenizer import Tokenizer
 
 

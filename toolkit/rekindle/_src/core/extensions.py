@@ -8,31 +8,7 @@ from typing import TYPE_CHECKING
 from rekindle._src.core.extension import Extension
 
 if TYPE_CHECKING:
-    from rekindle._src.core.records import GuideLike, Pooling
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PromptPooling(Extension):
-    """The prompt is embedded: its hidden states are pooled, and nothing is generated."""
-
-    kind: Pooling
-
-    @property
-    def generates(self) -> bool:
-        return False
-
-    def reusable(self, prompt_length: int) -> int:
-        return prompt_length - 1 if self.kind == "last" else 0
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PromptScoring(Extension):
-    """The prompt's own tokens have log-probabilities."""
-
-    first: int  # position of the first scores to read, which are for the token after it
-
-    def reusable(self, prompt_length: int) -> int:
-        return min(prompt_length, self.first)
+    from rekindle._src.core.records import GuideLike
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, SupportsIndex
 
 from rekindle.errors import InvalidRequest
 
@@ -26,12 +26,10 @@ def layer_of(name: str, layer: object, count: int | None) -> int:
     return int(number % count) if count is not None else int(number)
 
 
-def position_of(name: str, position: Any, prompt_length: int | None) -> int:
-    try:
-        number = int(position.__index__())
-    except AttributeError:
-        problem = "is no position"
-        raise InvalidRequest(name, position, problem, "Pass ints, a slice, 'prompt' or 'output'") from None
+def position_of(name: str, position: object, prompt_length: int | None) -> int:
+    if not isinstance(position, SupportsIndex):
+        raise InvalidRequest(name, position, "is no position", "Pass ints, a slice, 'prompt' or 'output'")
+    number = int(position.__index__())
     if prompt_length is None or number >= 0:
         return number
     if number < -prompt_length:

@@ -12,11 +12,11 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.positions import END, Layers, Positions, layer_of, runs_of
 from rekindle._src.core.records import Completion
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.evaluation import attention_picture
 from rekindle._src.evaluation.lens import Generates, captured_of, facts_of

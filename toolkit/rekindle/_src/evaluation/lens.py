@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.names import checked_path
 from rekindle._src.core.positions import Positions
 from rekindle._src.core.records import Completion
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.views import html, style, svg

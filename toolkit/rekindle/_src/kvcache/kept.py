@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from rekindle._src.core.captured import CapturedPart, Key
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.prefix import Prefix
-from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.kvcache.digest import page_digest
 
 
@@ -39,6 +38,23 @@ class _Lines(NamedTuple):
 
     mask: int  # a bit for each token
     array: NDArray[Any]
+
+
+class CapturedPositions(Protocol):
+    """The positions that a request captures."""
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """The sites and layers."""
+        ...
+
+    def next_wanted(self, position: int) -> int:
+        """Return the first position from this one on that is captured, or END."""
+        ...
+
+    def wanted_in(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Return the captured positions in [start, stop)."""
+        ...
 
 
 class StoredLike(Protocol):
@@ -67,14 +83,16 @@ class KeptCaptures:
             names.append(digest)
         return names
 
-    def reach(self, names: Sequence[bytes], keys: Sequence[Key], tapped: RequestTaps, position: int) -> int:
+    def reach(self, names: Sequence[bytes], keys: Sequence[Key], tapped: CapturedPositions, position: int) -> int:
         """Return the first position from this one on that is wanted and not kept, of the pages `names` of a prompt."""
         room = 0 if self.stored is None else self.budget
         while (reached := self._walk(names, keys, tapped, position, room)) < 0:
             room = 0  # look again: lines just read may have replaced other lines of this prompt
         return reached
 
-    def _walk(self, names: Sequence[bytes], keys: Sequence[Key], tapped: RequestTaps, position: int, room: int) -> int:
+    def _walk(
+        self, names: Sequence[bytes], keys: Sequence[Key], tapped: CapturedPositions, position: int, room: int
+    ) -> int:
         """Do the same, and read missing lines from disk while the prompt's lines fill less than `room` bytes; return -1
         if any were read.
         """

@@ -33,8 +33,9 @@ def open_front(request: OpenRequest, import_caller: Callable[[], object]) -> Fro
             if first:
                 ahead = begin(request)
             import_caller()  # before JAX: its library is loaded meanwhile
+            from rekindle._src.capabilities.captures.custom import check_taps
             from rekindle._src.opening.build import build
-            from rekindle._src.programs.user_functions import check_processors, check_taps
+            from rekindle._src.programs.user_functions import check_processors
 
             processors, taps = check_processors(request.processors), check_taps(request.taps)
             contexts = capture_contexts()

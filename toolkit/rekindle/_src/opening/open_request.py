@@ -17,11 +17,12 @@ from rekindle._src.dispatch.threads import Contexts
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.captures.custom import Tap
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.kept_weights import MappedWeights
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
     from rekindle._src.opening.head_start import HeadStart
-    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
+    from rekindle._src.programs.user_functions import LogitsProcessor
     from rekindle._src.programs.warming import WarmingProgress
 
 
@@ -173,7 +174,9 @@ def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
     named = {}
     for name, entry in steering.items():
         if isinstance(entry, str | Path):
-            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
+            from rekindle._src.capabilities.captures.files import (
+                read_changes,  # numpy's, which `import rekindle` does without
+            )
 
             changes = read_changes(entry)
         else:

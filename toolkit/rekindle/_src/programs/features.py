@@ -8,26 +8,15 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import get_args
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from rekindle._src.core.extensions import PromptPooling
-from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import Request, Row, StepPlan
-from rekindle._src.core.report_kinds import POOLED
-from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import (
     GREEDY,
     Feature,
-    FeatureRead,
     Helpers,
-    RowReports,
-    StepInputs,
     TokenPlaces,
     drawing_flags,
     wanting,
@@ -37,52 +26,6 @@ from rekindle._src.programs.logprobs import Distribution, Logprobs, PromptLogpro
 from rekindle._src.programs.partitioning import ROWS
 from rekindle._src.programs.sampling import LogitShaping
 from rekindle._src.programs.user_functions import LogitsProcessor, Processors
-
-KINDS: tuple[str, ...] = get_args(Kind)
-
-
-def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
-    """Return float32 [3, S, E] for states [T, E]: the sum of each sequence's chunk, its last state, and its first.
-
-    `cu_lengths` [S + 1] are the half-open offsets of the sequences. The sums are a product with a matrix of ones and
-    zeros. A state that is not finite is left out of it, and makes only its own sequence's sum NaN.
-    """
-    with jax.named_scope("pooling"):
-        T, S = hidden.shape[0], cu_lengths.shape[0] - 1
-        states = hidden.astype(jnp.float32)
-        index = lax.iota(jnp.int32, T)
-        members = (index >= cu_lengths[:-1, None]) & (index < cu_lengths[1:, None])  # [S, T]
-        broken = ~jnp.isfinite(states).all(axis=-1)
-        sums = jnp.dot(
-            members.astype(jnp.float32),
-            jnp.where(broken[:, None], 0.0, states),
-            precision=lax.Precision.HIGHEST,
-        )
-        sums = jnp.where((members & broken).any(axis=1)[:, None], jnp.nan, sums)
-        last = states[jnp.maximum(cu_lengths[1:] - 1, 0)]
-        first = states[jnp.minimum(cu_lengths[:-1], T - 1)]
-        assert sums.shape == (S, hidden.shape[1])
-        return jnp.stack([sums, last, first])  # in the order of KINDS
-
-
-class Pooling(Feature[None, tuple[()]]):
-    """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
-
-    option, variant, has_output, shard_axis = PromptPooling, ProgramVariant.POOLING, True, 1
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(PromptPooling in row.request.extensions for row in plan.prefill)
-
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: object) -> Array:
-        return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
-
-    def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert isinstance(read.output, np.ndarray), "a program that does not pool ran a request with pooling"
-        for index, row in enumerate(read.plan.prefill):
-            pooling = row.request.extensions.get(PromptPooling)
-            if pooling is not None:
-                vector = read.output[KINDS.index(pooling.kind), index].copy()
-                POOLED.put(reports[len(read.plan.decode) + index], vector)
 
 
 def _overrides(feature: Feature, method: str) -> bool:
@@ -274,7 +217,7 @@ def features_of(
     own = (Processors(processors),) if processors else ()
     scores = Logprobs(deterministic=deterministic), PromptLogprobs(deterministic=deterministic)
     whole = Distribution(vocab_size, deterministic=deterministic)
-    return Features((*own, LogitShaping(), *scores, Pooling(), whole, *more), Guides())
+    return Features((*own, LogitShaping(), *scores, whole, *more), Guides())
 
 
 PLAIN = features_of()

@@ -15,6 +15,7 @@ from rekindle._src.calls.handle import Handle
 from rekindle._src.capabilities import capabilities_of
 from rekindle._src.capabilities.adapters.request import ADAPTERS
 from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig, OpenOptions
@@ -22,7 +23,6 @@ from rekindle._src.core.names import checked_name, checked_path
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front, SessionService
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, get_args
 import numpy as np
 
 from rekindle._src.capabilities.guides.request import GrammarLike, after
+from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.extensions import Guidance, PromptPooling
+from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import GuideReport, Mask, NewGuide, Pooling, Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.sharing import PageAddress

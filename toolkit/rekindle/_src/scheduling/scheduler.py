@@ -155,8 +155,7 @@ class Scheduler:
         waiting = self._admission.waiting
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
-        kept = None if self.cache is None else self.cache.kept
-        sequence = Sequence(request, next(self._arrivals), limit, reason, self.limits.page_size, kept)
+        sequence = Sequence(request, next(self._arrivals), limit, reason, self.limits.page_size, self.cache)
         self._admission.submit(sequence)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence

@@ -22,8 +22,8 @@ from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.extension import PromptNote
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import FinishReason, IntArray, PageRun, Request, Row, SlotPair, Status
+from rekindle._src.kvcache import PrefixCache
 from rekindle._src.kvcache.digest import page_keys
-from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
@@ -160,7 +160,7 @@ class Sequence:
         limit: int,
         limit_reason: FinishReason,
         page_size: int,
-        kept: KeptCaptures | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.request = request
         self.generates = request.generates
@@ -195,7 +195,7 @@ class Sequence:
         self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
         self.sampled = self.generated  # generated, plus tokens that steps in flight will add
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
-        self.followers = followers_of(request, kept)
+        self.followers = followers_of(request, cache)
         self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
         self.undrafted = True  # no drafter has begun with it
         self.drafting: dict[str, RequestDrafts] = {}  # what drafters keep of it, by their names

@@ -30,9 +30,10 @@ from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import KINDS
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.captures.custom import Tap
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
-    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
+    from rekindle._src.programs.user_functions import LogitsProcessor
     from rekindle._src.session.session import Session
 
 log = logging.getLogger("rekindle.cache")

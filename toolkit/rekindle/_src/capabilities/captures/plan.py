@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from rekindle._src.capabilities.captures.custom import Tap
 from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.captures.step import session_facts, tap_features, variants_of
+from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, Provider, SessionPlan
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.tapped import TapFacts
 from rekindle._src.core.taps import Steer
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.plan import ProgramPlan
-from rekindle._src.programs.taps import session_facts, tap_features, variants_of
-from rekindle._src.programs.user_functions import Tap
 
 if TYPE_CHECKING:
     from rekindle._src.text.tokenizer import Tokenizer

@@ -6,13 +6,13 @@ import dataclasses
 
 import anyio
 
+from rekindle._src.capabilities.captures.files import CaptureFiles
+from rekindle._src.capabilities.captures.tapped import NAME_A_FOLDER, RequestTaps, TapFacts, resolve
 from rekindle._src.capabilities.captures.writer import CaptureWriter, Doors
-from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.captured import Backlog, Captured, CapturedPart
 from rekindle._src.core.pictures import PictureRun, PictureUse
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
 from rekindle._src.core.report_kinds import CAPTURED
-from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps, TapFacts, resolve
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.threads import Mailbox, OneShot

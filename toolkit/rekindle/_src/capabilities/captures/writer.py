@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from rekindle._src.core.capture_files import CaptureFiles
+from rekindle._src.capabilities.captures.files import CaptureFiles
 from rekindle._src.core.captured import Backlog, Captured, CapturedPart
 from rekindle._src.core.own_failure import close_each, one_line
 from rekindle._src.dispatch.threads import OneShot, Wakeup, until

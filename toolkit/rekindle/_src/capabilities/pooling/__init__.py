@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rekindle._src.capabilities.entry import CapabilityEntry
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
     from rekindle._src.dispatch.capability import Capability
 
 
@@ -18,3 +19,8 @@ class PoolingEntry(CapabilityEntry):
         from rekindle._src.capabilities.pooling.request import EmbeddingIntake
 
         return (EmbeddingIntake(),)
+
+    def plan(self, arguments: OpenArguments) -> CapabilityPlan:
+        from rekindle._src.capabilities.pooling.step import PoolingPlan
+
+        return PoolingPlan()

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-from rekindle._src.core.extensions import PromptScoring
-from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent, TokenLogprobs
+import dataclasses
+
+from rekindle._src.core.records import FinishReason, IntArray, Request, Row, RowResult, TokenEvent, TokenLogprobs
 from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
+from rekindle._src.kvcache import PrefixCache
+from rekindle._src.scheduling.followers import FollowedExtension, Follower
+
+
+class PromptScores(Follower):
+    """Delivers each position's log-probabilities once: after a preemption, positions are computed again."""
+
+    __slots__ = ("_first", "_length", "_scored")
+
+    def __init__(self, request: Request, first: int) -> None:
+        self._first, self._length = first, request.prompt_length
+        # Positions that were delivered, or that need not be.
+        self._scored = self._first + (0 if request.resumed is None else request.resumed.scored)
+
+    def reusable(self, known: int) -> int:
+        return min(known - 1, self._scored) if self._scored < self._length else known
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        before = max(0, self._scored - max(row.start, self._first))
+        self._scored = max(self._scored, min(row.start + row.length, self._length))
+        return output.reporting(PROMPT_LOGPROBS, *PROMPT_LOGPROBS.of(output)[before:]) if before else output
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PromptScoring(FollowedExtension):
+    """The prompt's own tokens have log-probabilities."""
+
+    first: int  # position of the first scores to read, which are for the token after it
+
+    def reusable(self, prompt_length: int) -> int:
+        return min(prompt_length, self.first)
+
+    def follower(self, request: Request, cache: PrefixCache | None) -> Follower:
+        return PromptScores(request, self.first)
 
 
 class ScoreIntake(Capability[None]):

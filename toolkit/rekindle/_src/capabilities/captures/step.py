@@ -22,11 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.captured import CapturedPart, Key
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.records import Row, StepPlan
-from rekindle._src.core.report_kinds import CAPTURED
-from rekindle._src.core.tapped import (
+from rekindle._src.capabilities.captures.custom import CustomTaps, Tap, check_places
+from rekindle._src.capabilities.captures.tapped import (
     INNER,
     MAX_PATCHES,
     MAX_RUNS,
@@ -39,6 +36,10 @@ from rekindle._src.core.tapped import (
     place_of,
     places_of,
 )
+from rekindle._src.core.captured import CapturedPart, Key
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Row, StepPlan
+from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.taps import LOGITS, Steer
 from rekindle._src.models.base import Model, Placement
 from rekindle._src.models.config import Cache, ModelConfig, Pages
@@ -47,7 +48,6 @@ from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, Hooks, RowReports, StepInputs
 from rekindle._src.programs.partitioning import HEADS, ROWS
-from rekindle._src.programs.user_functions import CustomTaps, Tap, check_places
 
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 

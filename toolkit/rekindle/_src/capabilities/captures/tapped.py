@@ -14,10 +14,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.capabilities.captures.follower import CaptureFileFollower, CaptureFollower
 from rekindle._src.core.captured import Backlog, Captured, Key
-from rekindle._src.core.extension import Extension
 from rekindle._src.core.positions import END, Positions, Run, layer_of, position_of, runs_of
+from rekindle._src.core.records import Request
 from rekindle._src.core.taps import LOGITS, Capture, Steer, SteerLike, layers_of
+from rekindle._src.kvcache import PrefixCache
+from rekindle._src.scheduling.followers import FollowedExtension, Follower
 from rekindle.errors import ConfigError, InvalidRequest
 
 STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them
@@ -84,7 +87,7 @@ class TapFacts(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class RequestTaps(Extension):
+class RequestTaps(FollowedExtension):
     """The taps of one request, resolved for its prompt."""
 
     keys: tuple[Key, ...] = ()
@@ -112,6 +115,12 @@ class RequestTaps(Extension):
 
     def reusable(self, prompt_length: int) -> int:
         return min(prompt_length, self.next_wanted(0))
+
+    def follower(self, request: Request, cache: PrefixCache | None) -> Follower | None:
+        if not self.keys:
+            return None
+        kept = None if cache is None else cache.kept
+        return CaptureFollower(self) if kept is None or not self.keep else CaptureFileFollower(request, self, kept)
 
     def another(self) -> RequestTaps:
         return dataclasses.replace(self, backlog=Backlog()) if self.backlog is not None else self

@@ -22,13 +22,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.capabilities.captures.tapped import NAME_A_FOLDER, RequestTaps
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.captured import HEADER, PICTURES, SUFFIX, TYPES, Captured, CapturedPart, Key
 from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.pictures import PictureRun
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.core.tapped import NAME_A_FOLDER, RequestTaps
 from rekindle._src.core.taps import STEER_SITES, Steer
 from rekindle.errors import ConfigError, InvalidRequest
 from rekindle_kernels import private_files, system
