@@ -26,7 +26,7 @@ PAPERS = {
     ".github/SECURITY.md": "security.md",
     ".github/CHANGELOG.md": "changelog.md",
 }
-PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.png)(")')
+PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.(?:png|webp))(")')
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$|(?<![\w$`])\$([^$`\n]+)\$(?![\w$])", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
@@ -40,7 +40,7 @@ def sources() -> dict[str, str]:
     for path in sorted((ROOT / COURSE).glob("[0-9][0-9]_*.ipynb")):
         pages[f"{COURSE}/{path.name}"] = f"course/{path.stem}.md"
     for path in sorted((ROOT / "tutorials/guide").glob("*.md")):
-        pages[f"tutorials/guide/{path.name}"] = f"guide/{path.name}"
+        pages[f"tutorials/guide/{path.name}"] = f"guide/{path.name.replace('README', 'index')}"
     for path in sorted((ROOT / DOCS).rglob("*.md")):
         pages[f"{DOCS}/{path.relative_to(ROOT / DOCS)}"] = str(path.relative_to(ROOT / DOCS))
     return pages
@@ -53,6 +53,8 @@ def relink(text: str, source: str, pages: dict[str, str], repository: str | None
         words, link = match.groups()
         if re.match(r"[a-z]+:|#", link):
             return match[0]
+        if link.startswith("../../issues") and source == "README.md":  # on its host, next to the files
+            return f"[{words}]({repository.rstrip('/')}/issues)" if repository else words
         path, _, anchor = link.partition("#")
         target = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
         here = posixpath.dirname(pages[source]) or "."
@@ -171,7 +173,7 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, page, content=text))
             if path.suffix == ".ipynb":
                 files.append(File.generated(config, f"course/{path.name}", abs_src_path=str(path)))
-    for picture in sorted((ROOT / PICTURES).glob("*.[ps][nv]g")):
+    for picture in sorted((ROOT / PICTURES).iterdir()):
         files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 

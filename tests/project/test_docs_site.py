@@ -47,6 +47,7 @@ def site() -> ModuleType:
         ("tutorials/guide/glossary.md", '<img src="../source/pictures/a.png">', '<img src="../../pictures/a.png">'),
         ("README.md", '<source srcset="tutorials/source/pictures/a.png">', '<source srcset="pictures/a.png">'),
         (".github/docs/pages/bounds.md", "[a](../../decisions/0001-x.md)", "[a](decisions/0001-x.md)"),
+        ("README.md", "[a](../../issues)", "a"),
         ("README.md", "[`errors`](toolkit/rekindle/errors.py)", "`errors`"),
         ("README.md", "[a](toolkit/not_there.py)", "[a](toolkit/not_there.py)"),
         ("README.md", "[a](#here) [b](https://example.org)", "[a](#here) [b](https://example.org)"),

@@ -17,7 +17,9 @@ from project.import_graph import FOLDERS, ROOT
 
 README = (ROOT / "README.md").read_text()
 GUIDE = ROOT / "tutorials" / "guide"
-PAGES = {path.stem: path.read_text() for path in [*(ROOT / ".github/docs/pages").glob("*.md"), *GUIDE.glob("*.md")]}
+PAGES = {
+    path.stem: path.read_text() for path in [*(ROOT / ".github/docs/pages").glob("*.md"), *GUIDE.glob("[a-z]*.md")]
+}
 DOOR = "\n".join([README, *(PAGES[name] for name in ("features", "install", "notebook", "server"))])
 BLOCKS = re.findall(r"^```python\n(.*?)^```", DOOR, re.MULTILINE | re.DOTALL)
 
@@ -42,7 +44,13 @@ async def notebook(code: str) -> dict[str, Any]:
 
 
 def test_it_is_short() -> None:
-    assert len(README.split()) <= 900
+    assert len(README.split()) <= 600
+
+
+def test_its_recording_is_there_in_both_themes_and_loads_at_once() -> None:
+    shown = re.findall(r'(?:src|srcset)="([^"]+)"', README)
+    assert sorted(path.partition("-")[2] for path in shown) == ["dark.webp", "light.webp"]
+    assert all((ROOT / path).stat().st_size <= 500_000 for path in shown)
 
 
 def test_the_output_that_it_shows_is_what_its_code_prints(capsys: pytest.CaptureFixture[str]) -> None:

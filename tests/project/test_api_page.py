@@ -1,0 +1,95 @@
+"""The page of examples runs from its first line to its last, and has an example of each public method."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from rekindle import tiny
+from rekindle._src.session.views import Views
+
+PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "api.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+KINDS = (
+    rekindle.Session,
+    rekindle.CacheView,
+    rekindle.Conversation,
+    rekindle.Handle,
+    rekindle.Captured,
+    rekindle.Completion,
+    rekindle.Scores,
+    rekindle.ScoreTable,
+    rekindle.RowAnswers,
+    rekindle.Server,
+    rekindle.SharedPages,
+    Views,
+)
+
+NO_EXAMPLE = {
+    "attached": "for hosts of sessions",
+    "send": "for event loops",
+    "throw": "for event loops",
+    "wait_for_more": "for views",
+    "joined": "for the engine",
+    "load": "needs capture_to",
+    "start": "serve has called it",
+    "stop_at_exit": "for the interpreter's end",
+    "answer": "the embedded model calls no functions",
+}
+
+
+def public(kind: type) -> list[str]:
+    """The methods of a class that are neither private nor those of dicts, lists and tuples."""
+    own = {
+        name
+        for name in dir(kind)
+        if not name.startswith("_") and inspect.isfunction(inspect.getattr_static(kind, name))
+    }
+    return sorted(own - set(dir(dict)) - set(dir(list)) - set(dir(tuple)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_each_public_method_has_an_example(kind: type) -> None:
+    called = {node.attr for block in BLOCKS for node in ast.walk(_tree(block)) if isinstance(node, ast.Attribute)}
+    missing = [name for name in public(kind) if name not in called and name not in NO_EXAMPLE]
+    assert public(kind) and not missing
+
+
+def _tree(code: str) -> Any:
+    return compile(code, "api.md", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def lora() -> dict[str, np.ndarray]:
+    """A trainer's arrays: an adapter that changes nothing."""
+    weights = dict(zip((model := rekindle.models.load(tiny.folder())).graph.paths, model.leaves, strict=True))
+    columns, rows = weights["layers.0.mlp.down.weight"].shape
+    name = "layers.0.mlp.down"
+    return {f"{name}.lora_a": np.zeros((rows, 4), np.float32), f"{name}.lora_b": np.zeros((4, columns), np.float32)}
+
+
+@pytest.mark.thorough
+def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"lora": lora()}
+
+    async def page() -> None:
+        for block in BLOCKS:
+            code = compile(block, "api.md", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            if "await " in block or "async " in block:
+                pending = eval(code, names)
+                if inspect.isawaitable(pending):
+                    await pending
+            else:  # a script, which has no event loop
+                await asyncio.to_thread(exec, code, names)
+
+    asyncio.run(page())
+    assert names["session"].closed
