@@ -7,6 +7,7 @@ a page leads to the page; any other leads to the repository, or becomes plain te
 from __future__ import annotations
 
 import hashlib
+import html
 import io
 import json
 import posixpath
@@ -110,6 +111,12 @@ def folded(source: str) -> str:
     return FORMULA.sub(drawn, source.replace("<details>", '<details markdown="1">'))
 
 
+def raw(output: str) -> str:
+    """An output as HTML: in a fold, Markdown would read the scripts of views."""
+    text = re.fullmatch(r"```text\n(.*)\n```", output, re.DOTALL)
+    return f"<pre><code>{html.escape(text[1]).replace(chr(10), '&#10;')}</code></pre>" if text else output
+
+
 def notebook(path: Path, repository: str | None = None) -> str:
     """A notebook with its outputs as Markdown."""
     links = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
@@ -143,8 +150,7 @@ def notebook(path: Path, repository: str | None = None) -> str:
                 text = "".join(output.get("text", "")) or data.get("text/plain", "")
                 shown.append(f"```text\n{text.rstrip()}\n```")
         if shown and ("solution" in cell["metadata"].get("tags", ()) or asked):
-            fold = '<details markdown="1" class="output"><summary>Output</summary>'
-            shown = [fold, *shown, "</details>"]
+            shown = ["".join(['<details class="output"><summary>Output</summary>', *map(raw, shown), "</details>"])]
         parts += shown
     return "\n\n".join(parts)
 

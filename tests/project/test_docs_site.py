@@ -93,6 +93,7 @@ def test_an_answer_is_folded_until_it_is_asked_for(site: ModuleType) -> None:
     text = site.notebook(ROOT / "tutorials" / "course" / "13_serving.ipynb")
     after = text.partition("have 32. How many come from the cache")[2]
     assert after.index("<summary>Output</summary>") < after.index("96 of 114 prompt tokens")
+    assert "<pre><code>" in after and "markdown" not in after.partition("<details class")[2].partition("</details>")[0]
     assert after.index("96 of 114 prompt tokens") < after.index("</details>", after.index("<summary>Output</summary>"))
 
 
