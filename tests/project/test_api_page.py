@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -17,6 +18,7 @@ from rekindle import tiny
 from rekindle._src.session.views import Views
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "api.md"
+SERVER = PAGE.parent / "server.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
 
 KINDS = (
@@ -66,6 +68,23 @@ def test_each_public_method_has_an_example(kind: type) -> None:
 
 def _tree(code: str) -> Any:
     return compile(code, "api.md", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_each_sampling_option_has_a_line_in_the_table() -> None:
+    named = set(re.findall(r"`(\w+)`", (PAGE.parent / "sampling.md").read_text()))
+    missing = [field.name for field in dataclasses.fields(rekindle.Sampling) if field.name not in named]
+    assert not missing
+
+
+def test_the_web_application_of_the_server_page_streams() -> None:
+    """Its block of code is run as it stands, with a client that reads what it answers."""
+    from starlette.testclient import TestClient
+
+    (block,) = [one for one in re.findall(r"^```py\n(.*?)^```", SERVER.read_text(), re.M | re.S) if "Starlette" in one]
+    names: dict[str, Any] = {}
+    exec(block, names)
+    with TestClient(names["app"]) as client:
+        assert client.get("/tell", params={"prompt": "Once upon a time"}).text.startswith(", there was")
 
 
 def lora() -> dict[str, np.ndarray]:
