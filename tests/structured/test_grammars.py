@@ -55,6 +55,21 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+@pytest.mark.parametrize("most", [2_000, compile_worker.MOST_STATES])
+def test_the_states_of_a_sequence_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is generated, a new state remembers where each of the last 300 characters was an "a"."""
+    monkeypatch.setattr(compile_worker, "MOST_STATES", most)
+    one = guide(Grammars(TOKENIZER, VOCAB), regex="(.|\n)*a(.|\n){300}")
+    draw, mask, problem = random.Random(1), np.zeros(mask_words(VOCAB), np.int32), ""
+    for _ in range(400):
+        if problem := problem or one.fill(mask):
+            break
+        report = one.consume(draw.choice(sorted(allowed_in(mask) - set(TOKENIZER.eos_ids))))
+        assert not report.ended or report.problem
+        problem = report.problem
+    assert bool(problem) == (most == 2_000), problem
+
+
 def test_a_guide_follows_a_text_to_its_end(grammars: Grammars) -> None:
     one = guide(grammars, schema=OBJECT)
     assert [TOKENIZER.decode([token]) for token in one.ahead] == ['{"', "name", '":']

@@ -20,6 +20,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+# Of the automaton that a sequence's regexes become while they are followed. A state takes about 0.5 kB, so a sequence
+# takes 70 MiB at most; a text of maxLength makes 3 to 6 states for each character.
+MOST_STATES = 1 << 17
 SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 ms with 152,000 tokens
 
 
@@ -86,7 +89,7 @@ def new_matcher(tokenizer: Any, text: str) -> Any:
     """Compile a grammar from its text for llguidance. Raises `ValueError`."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(verbose_errors=False)
+    limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
         raise ValueError(matcher.get_error())
