@@ -87,10 +87,8 @@ class Parser(argparse.ArgumentParser):
         dashed = (text.partition("=")[0] for text in unknown if text.startswith("-"))
         option = next((name for name in dashed if name.lstrip("-")[:1].isalpha()), None)  # no dash or negative number
         takes_text = any(not action.option_strings for action in self._actions)
-        names_model = not option and (
-            not takes_text or unknown[0] in ("tiny", "tiny-vision") or Path(unknown[0]).exists()
-        )
-        if len(unknown) == 1 and "--model" in self._option_string_actions and names_model:
+        alone = len(unknown) == 1 and option is None and "--model" in self._option_string_actions
+        if alone and (not takes_text or unknown[0] in ("tiny", "tiny-vision") or Path(unknown[0]).exists()):
             return f"unexpected {unknown[0]!r}. A model is passed as --model {unknown[0]}"
         if option is None:
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
