@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import tokenizers
 
 from helpers.fakes import KV, FakeModel
@@ -51,10 +52,10 @@ class ScriptedModel(FakeModel):
     tokenizer: Tokenizer = dataclasses.field(default_factory=byte_tokenizer)
 
     def extend(self, before: KV, tokens: Sequence[int]) -> KV:  # type: ignore[override]
-        values = super().extend(before, tokens)
-        for index, token in enumerate(tokens):
-            values[index] = int(values[index]) & ~0xFFFF | int(token)
-        return values
+        values = before
+        for token in tokens:
+            values = np.concatenate([values, super().extend(values, [token]) & ~np.uint64(0xFFFF) | np.uint64(token)])
+        return values[len(before) :]
 
     def choose(
         self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int],

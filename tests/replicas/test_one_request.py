@@ -27,7 +27,7 @@ from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
-from rekindle._src.structured.grammar import Reasoning
+from rekindle._src.structured.reasoning import ReasoningRules
 from rekindle._src.structured.spec import Spec
 from rekindle._src.text.chat import ChatTemplate
 
@@ -202,13 +202,22 @@ def test_a_prompt_is_pooled_as_is_known_here() -> None:
 def test_all_that_a_guide_is_made_from_travels(budget: int | None) -> None:
     from helpers.fakes import make_request
 
-    guide = RemoteGuide(Spec("schema", '{"type":"object"}', lenient=True), (3, 2), Reasoning(5, 6), budget)
+    rules = ReasoningRules("<think>", ("</think>", "<call>"), inside=True, budget=budget, used=3, message="So")
+    guide = RemoteGuide(Spec("schema", '{"type":"object"}', lenient=True), (3, 2), rules, budget)
     guide.consume(7)
     received = decode(encode(make_request("abc", id="r", guide=guide)), EOS + 1).guide
     assert received is not None
     assert received.budget == budget
-    assert (received.spec, received.reasoning, received.covered) == (guide.spec, guide.reasoning, [7])
+    assert (received.spec, received.rules, received.covered) == (guide.spec, rules, [7])
     assert set(received.eos_ids) == {2, 3}
+    free = decode(encode(make_request("abc", id="r", guide=RemoteGuide(None, (), rules, None))), EOS + 1).guide
+    assert free is not None and free.spec is None and free.rules == rules
+    fields = json.loads(encode(make_request("abc", id="r", guide=guide)).fields)
+    for change in ({"rules": ["<think>"]}, {"rules": [1, ["a"]]}, {"rules": None, "spec": None}):
+        broken = encode(make_request("abc", id="r", guide=guide))
+        broken = broken._replace(fields=json.dumps({**fields, "guide": {**fields["guide"], **change}}))
+        with pytest.raises(InvalidRequest, match="can't be read"):
+            decode(broken, EOS + 1)
 
 
 # Exceptions in the middle of the way.

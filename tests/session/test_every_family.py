@@ -14,7 +14,7 @@ from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixtur
 from helpers.written import POSITIONS, Writer
 from rekindle._src.calls.tool_functions import tools_of
 from rekindle._src.text.replies import ReplyFormat
-from rekindle._src.text.replies.harmony import REASONING_OF, START
+from rekindle._src.text.replies.harmony import START
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
 QUESTION = "How is the weather in Paris? Answer in one sentence."
@@ -24,7 +24,6 @@ ANSWER = "It is sunny in Paris for 3 days."
 ANSWERED_BY = "It is sunny in {} for {} days, and the wind comes from the sea in the afternoon."
 # Families whose templates are recognized by more than one text.
 SIGNS = {"kimi_k3": "<|open|>", "deepseek_r1": "<｜tool▁sep｜>```json", "gigachat3": "function call<|role_sep|>"}
-ANSWERS = {"harmony": "<|channel|>final<|message|>", "muse": " to=user<|message|>"}  # before an answer
 PAGE = 16
 TINY: dict[str, Any] = {
     "dtype": "float32", "max_requests": 2, "max_tokens_per_step": 256, "max_model_len": POSITIONS, "page_size": PAGE,
@@ -43,10 +42,10 @@ def template_of(family: str) -> str:
     assert format.calls is not None
     sign = SIGNS.get(family, format.calls.signs[0])
     shown = "".join([sign] if isinstance(sign, str) else sign).replace("'", "\\'").replace("\n", "\\n")
-    tags = REASONING_OF.get(family, format.reasoning)
-    thoughts = ""
+    tags, thoughts = format.thoughts, ""
     if tags is not None:
-        thoughts = f"{{% if m.reasoning_content %}}{tags[0]}{{{{ m.reasoning_content }}}}{tags[1]}{{% endif %}}"
+        closes = tags.closing + tags.bridge
+        thoughts = f"{{% if m.reasoning_content %}}{tags.opening}{{{{ m.reasoning_content }}}}{closes}{{% endif %}}"
     begins = f"{START}assistant" if format.in_channels else "[assistant]"
     return (
         f"{{% if false %}}{{{{ '{shown}' }}}}{{% endif %}}{{{{ tools | tojson if tools }}}}{{% for m in messages %}}"
@@ -62,13 +61,11 @@ def writer_of(family: str) -> tuple[Writer, list[str]]:
     assert format.calls is not None
     markers = [text for text in format.markers(tools=True) if not text[-1].isspace()]
     call = format.calls.write([CALL])
-    thoughts, before = "", ""
-    if format.in_channels:
-        opens, closes = REASONING_OF[family]
-        thoughts, before = opens + THOUGHTS + closes, ANSWERS[family]
-    elif format.reasoning is not None:
-        opens, closes = format.reasoning
-        thoughts = f"{opens}{format.marks.header}\n{THOUGHTS}\n{closes}"
+    tags, thoughts = format.thoughts, ""
+    if tags is not None:
+        space = "" if format.in_channels else "\n"
+        thoughts = f"{tags.opening}{format.marks.header}{space}{THOUGHTS}{space}{tags.closing}{tags.bridge}"
+    before = format.lead if format.in_channels else ""
     return Writer(template_of(family), special=sorted(markers)), [thoughts + call, before + ANSWER]
 
 

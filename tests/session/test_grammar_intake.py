@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from typing import Any, ClassVar
 
 import anyio
+import numpy as np
 import pytest
 
-from helpers.sessions import byte_tokenizer, expected, fake_session
+from helpers.chatting import with_special_tokens
+from helpers.sessions import expected, fake_session
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import FinishReason, Session
 from rekindle._src.capabilities.guides import request as structures
+from rekindle._src.core.extension import NONE
 from rekindle._src.dispatch.backend import NO_SERVICES, Services
 from rekindle._src.structured import compilers
 from rekindle._src.structured.compilers import Compilers
-from rekindle._src.structured.grammar import Reasoning
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestAborted
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
@@ -117,23 +120,27 @@ async def test_closing_while_a_grammar_compiles(slowly: None) -> None:
 class Parts:
     """What the intake reads of an engine to find a model's reasoning."""
 
-    services: ClassVar[Services] = {structures.THINK_IDS: (300, 301)}
-    tokenizer = byte_tokenizer()
+    tokenizer = with_special_tokens("<think>", "</think>")
+    services: ClassVar[Services] = {structures.THINK_IDS: tokenizer.pair("<think>", "</think>")}
 
 
 @pytest.mark.parametrize(
-    ("prompt", "chat", "found"),
+    ("prompt", "chat", "inside"),
     [
-        ([1, 2, 300], False, Reasoning(300, 301, inside=True)),
-        ([1, 300, 5, 301, 7], False, None),
-        ([1, 300, 5, 301, *range(20)], True, Reasoning(300, 301)),
-        ([1, 300, 301, 7], True, None),  # a template that turns the reasoning off
-        ([1, 2, 3], True, Reasoning(300, 301)),
-        ([1, 2, 3], False, None),
+        ("ab<think>", False, True),
+        ("a<think>b</think>c", False, None),
+        ("a<think>b</think>" + "c" * 20, True, False),
+        ("a<think></think>c", True, None),  # a template that turns the reasoning off
+        ("abc", True, False),
+        ("abc", False, None),
     ],
 )
-def test_where_a_models_reasoning_is(prompt: list[int], chat: bool, found: Reasoning | None) -> None:
+def test_where_a_models_reasoning_is(prompt: str, chat: bool, inside: bool | None) -> None:
     parts: Any = Parts()
-    assert structures._reasoning(prompt, parts, chat=chat) == found
+    ids: Any = np.asarray(parts.tokenizer.encode(prompt, add_special_tokens=False), np.int32)
+    submission: Any = types.SimpleNamespace(extensions=NONE, render=str if chat else None)
+    rules = structures.reasoning_rules(submission, ids, parts)
+    assert (None if rules is None else rules.inside) == inside
+    assert rules is None or (rules.opening, rules.closings) == ("<think>", ("</think>",))
     parts.services = NO_SERVICES
-    assert structures._reasoning(prompt, parts, chat=chat) is None
+    assert structures.reasoning_rules(submission, ids, parts) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from collections.abc import Iterable
@@ -18,7 +19,8 @@ from rekindle import Sampling, tiny
 from rekindle._src.core.records import mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured import grammar as grammars_module
-from rekindle._src.structured.grammar import Grammars, Guide, Reasoning
+from rekindle._src.structured.grammar import Grammars, Guide
+from rekindle._src.structured.reasoning import ReasoningRules
 from rekindle._src.structured.spec import structure_of
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
@@ -39,10 +41,10 @@ def grammars() -> Grammars:
     return Grammars(TOKENIZER, VOCAB)
 
 
-def guide(grammars: Grammars, eos: Iterable[int] = TOKENIZER.eos_ids, reasoning: Any = None, **options: Any) -> Guide:
+def guide(grammars: Grammars, eos: Iterable[int] = TOKENIZER.eos_ids, rules: Any = None, **options: Any) -> Any:
     structure = structure_of(Sampling(**options))
     assert structure is not None
-    return grammars.compile(structure.spec).guide(frozenset(eos), reasoning)
+    return grammars.compile(structure.spec).guide(frozenset(eos), rules)
 
 
 def allowed(guide: Guide, vocab: int = VOCAB) -> set[int]:
@@ -280,14 +282,15 @@ def test_a_grammar_whose_masks_are_slow_is_refused(monkeypatch: pytest.MonkeyPat
         guide(Grammars(TOKENIZER, VOCAB), regex="abc")
 
 
-def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars) -> None:
-    opens, closes = 5, 6
-    inside = guide(grammars, schema=OBJECT, reasoning=Reasoning(opens, closes, inside=True))
+def test_a_grammar_begins_after_the_reasoning(grammars: Grammars) -> None:
+    rules = ReasoningRules("<think>", ("</think>",), inside=True)
+    inside = guide(grammars, schema=OBJECT, rules=rules)
     assert len(allowed(inside)) == VOCAB - len(TOKENIZER.eos_ids), "it may think anything but may not end"
-    for token in (*ids("what to say"), closes):
+    for token in ids("what to say</think>"):
         assert not inside.consume(token).forced
-    assert allowed(inside) == allowed(guide(grammars, schema=OBJECT))
-    optional = guide(grammars, schema=OBJECT, reasoning=Reasoning(opens, closes))
+    assert allowed(inside) == allowed(guide(grammars, schema=OBJECT)) and inside.ahead
+    optional = guide(grammars, schema=OBJECT, rules=dataclasses.replace(rules, inside=False))
+    opens = ids("<think>")[0]
     assert allowed(optional) == {opens} | allowed(guide(grammars, schema=OBJECT))
     at_once = optional.copy()
     for token in ids('{"name":'):
@@ -295,9 +298,9 @@ def test_a_grammar_begins_behind_the_reasoning(grammars: Grammars) -> None:
     assert opens not in allowed(at_once)
     at_once.consumed = 0
     assert opens not in allowed(at_once), "nor after what a fork continues"
-    optional.consume(opens)
+    for token in ids("<think>"):
+        optional.consume(token)
     assert len(allowed(optional)) > 1000
-    assert optional.consume(closes).ahead
 
 
 def test_a_schema_of_objects_in_objects(grammars: Grammars) -> None:

@@ -12,13 +12,17 @@ import pytest
 from helpers.chatting import with_special_tokens
 from helpers.replies import tool
 from helpers.thorough import by_default
-from rekindle._src.text.replies import ReplyFormat, ReplyPlan, fold
+from rekindle._src.core.records import mask_words
+from rekindle._src.structured.grammar import Grammars
+from rekindle._src.structured.reasoning import ReasoningRules
+from rekindle._src.structured.spec import Spec
+from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.replies.families import SYNTAXES
-from rekindle._src.text.replies.harmony import REASONING_OF
 from rekindle._src.text.tokenizer import Tokenizer
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
+VOCAB = 320
 STRICT = {
     "type": "function",
     "function": {
@@ -144,25 +148,34 @@ def test_a_grammar_grows_with_the_properties_and_no_faster(family: str) -> None:
 )
 def test_reasoning_comes_before_calls_that_have_to_be_made(family: str, marked: bool) -> None:
     """Upstream: llama.cpp and vLLM force the call where the prompt has opened reasoning, inside of it."""
-    format = ReplyFormat.of_family(family)
-    syntax = SYNTAXES[family]
-    tokenizer = with_special_tokens(*({*format.marks_of_thoughts(), *syntax.markers} if marked else ()))
-    token = tokenizer.backend.token_to_id
-    opening, closing = REASONING_OF.get(family, format.reasoning or ("", ""))
-    opening += f"{format.marks.header}\n" if format.marks.header else ""
+    format, syntax = ReplyFormat.of_family(family), SYNTAXES[family]
+    tokenizer = with_special_tokens(*(format.markers(tools=True) if marked else ()))
+    grammar = call_grammar(syntax, TOOLS, tokenizer.backend.token_to_id, several=False)
+    compiled = Grammars(tokenizer, VOCAB).compile(Spec("grammar", grammar))
+    plan, thoughts = ReplyPlan(format, tuple(TOOLS)), format.thoughts
     call = CALLS.get((family, marked)) or syntax.write([("weather", {"city": True, "days": 2})])
-    thoughts = {None: f"{opening}Hm, {{}} <x>{closing}", True: f"Hm.{closing}\n\n", False: ""}
-    for thinks in (None, True, False) if family not in REASONING_OF else (None,):
-        before = ReplyPlan(format, tuple(TOOLS), thinks=thinks).before_calls(token)
-        grammar = call_grammar(syntax, TOOLS, token, several=False, before=before)
-        for text, accepted in ((thoughts[thinks] + call, True), (call, thinks is not True), ("Hm." + call, False)):
-            llg = llguidance.LLTokenizer(tokenizer.backend.to_str(), eos_token=[256])
-            matcher = llguidance.LLMatcher(llg, llguidance.grammar_from("grammar", grammar), log_level=0)
-            assert not matcher.is_error(), matcher.get_error()
-            ids = tokenizer.encode(text, add_special_tokens=False)
-            whole = matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
-            assert whole == accepted, (thinks, text)
-        scanner = format.scanner(tools=TOOLS, reasoning_open=bool(thinks))
-        reply = fold([*scanner.feed(thoughts[thinks] + call), *scanner.finish()])
-        assert [one.name for one in reply.tool_calls] == ["weather"] and reply.content == ""
-        assert (reply.reasoning != "") == (thinks is not False)
+    cases = [("Hi", call, True), ("Hi", "Hm." + call, False)]
+    if thoughts is not None:
+        opening, closing = f"{thoughts.opening}{format.marks.header}", f"{thoughts.closing}{thoughts.bridge}"
+        gap = "" if thoughts.bridge else "\n\n"
+        cases += [
+            ("Hi", f"{opening}Hm, {{}} <x>{closing}{call}", True),
+            (f"Hi{opening}\n", f"Hm.{closing}{gap}{call}", True),
+        ]
+        cases += [(f"Hi{opening}\n", call, False)] if not marked or thoughts.opening not in call else []
+        if not format.in_channels:
+            cases.append((f"Hi{opening}Hm.{closing}\n\n", call, True))
+    for prompt, text, accepted in cases:
+        guide = compiled.guide(tokenizer.eos_ids, thoughts and ReasoningRules.of(plan, prompt, None, calls=True))
+        mask = np.zeros(mask_words(VOCAB), np.int32)
+        for token in tokenizer.encode(text, add_special_tokens=False):
+            assert not guide.fill(mask) and not guide.ended, text
+            if not mask[token >> 5] >> (token & 31) & 1 or guide.consume(token).problem:
+                assert not accepted, (prompt, text)
+                break
+        else:
+            assert guide.fill(mask) == "" or guide.ended
+            whole = guide.ended or bool(mask[256 >> 5] & 1)  # the end may come
+            assert whole == accepted, (prompt, text)
+        reply = format.parse(text, tools=TOOLS, reasoning_open=format.opens_reasoning(prompt))
+        assert not accepted or [one.name for one in reply.tool_calls] == ["weather"]

@@ -11,7 +11,6 @@ from helpers import written
 from helpers.real_checkpoints import llama_cpp_source
 from helpers.written import Turn, Writer
 from rekindle._src.calls.tool_functions import tools_of
-from rekindle._src.text.replies.harmony import REASONING_OF
 from rekindle.errors import CheckpointError
 
 pytestmark = pytest.mark.slow
@@ -64,10 +63,12 @@ def turns_of(name: str, template: str) -> list[Turn]:
     replies = []
     for day in range(1, 7):
         call = format.calls.write([("weather", {"city": "Paris", "days": day})]).removesuffix(end)
-        tags, thoughts = REASONING_OF.get(format.calls.name, format.reasoning), ""
+        tags, thoughts = format.thoughts, ""
         if tags is not None and format.thinks_after(prompt, None) is not False:
-            opening = "" if format.opens_reasoning(prompt) else tags[0] + format.marks.header
-            thoughts = f"{opening}\nThey ask for day {day}.\n{tags[1]}" + ("" if format.in_channels else "\n\n")
+            opening = "" if format.opens_reasoning(prompt) else tags.opening + format.marks.header
+            thoughts = f"{opening}\nThey ask for day {day}.\n{tags.closing}{tags.bridge}" + (
+                "" if format.in_channels else "\n\n"
+            )
         replies.append(thoughts + (call.removeprefix(">>>") if prompt.endswith(">>>") else call))
     return Writer(template, end=end, special=markers).play("How is it?", replies, [weather])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from rekindle._src.calls.pictures import parts_of
 from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.tool_functions import Tool
-from rekindle._src.capabilities.replies.request import ChatReply
+from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core.contracts import ChatLike, TemplateLike
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.text.chat import REASONING, ChatTemplate
@@ -20,7 +19,9 @@ from rekindle._src.text.replies.format import with_calls_as_text
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
-_SHORT = [{"role": "user", "content": "Hello"}]  # whose prompt ends as that of any chat
+MAX_BUDGET = 2**31 - 1  # tokens of reasoning
+MAX_MESSAGE = 4_096  # characters before the end of reasoning
+_BUDGETS = ("thinking_budget", "reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")
 _VALUE = 16  # the cost of a value, in characters, about
 
 
@@ -50,16 +51,17 @@ def chat_prompt(
     documents: Sequence[Mapping[str, Any]] | None = None,
     template: str | None = None,
     continue_final_message: bool = False,
+    reasoning: bool | None = None,
     reasoning_effort: str | None = None,
+    reasoning_budget: int | None = None,
+    reasoning_budget_message: str | None = None,
     template_options: Mapping[str, Any] | None = None,
     stream_tool_calls: bool = False,
-    forced: bool = False,
 ) -> Prompt:
     """Return the prompt of a chat, which is rendered when its request is taken in.
 
-    With `forced`, its reply has to call a tool, and the plan of the reply says if the prompt ends inside of reasoning.
-
-    Raise `InvalidRequest` for arguments that the template would ignore: tools, documents, `reasoning_effort`.
+    Raise `InvalidRequest` for arguments that the template would ignore: tools, documents, `reasoning_effort`; and for
+    a budget where the family marks no reasoning.
     """
     if chat is None:
         if template is None:
@@ -90,7 +92,22 @@ def chat_prompt(
             extra = {"xml_tools": functions}
         else:
             messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
-    variables = {**_effort(code, reasoning_effort), **extra, **_variables(template_options)}
+    budget = _budget(reasoning, reasoning_effort, reasoning_budget, reasoning_budget_message)
+    has_switch = any(map(code.reads, ("enable_thinking", "thinking", "reasoning_effort")))
+    if format.thoughts is None and (budget is not None or (reasoning is not None and not has_switch)):
+        field, value = ("reasoning_budget", reasoning_budget) if reasoning is None else ("reasoning", reasoning)
+        raise InvalidRequest(
+            field, value, "needs a model that reasons: the chat template marks no reasoning", "Leave it out"
+        )
+    effort = "none" if reasoning is False else reasoning_effort
+    if effort == "none" and format.thoughts is not None:
+        budget = ReasoningBudget(0)
+    variables = {
+        **_effort(code, effort, known=budget is not None),
+        **({"enable_thinking": True} if reasoning and code.reads("enable_thinking") else {}),
+        **extra,
+        **_variables(template_options, code),
+    }
     render = chat.prepare(
         messages,
         tools=schemas or None,
@@ -104,12 +121,7 @@ def chat_prompt(
     prompt = Prompt(None, None, add_special_tokens=False, render=render, messages=originals, long=long)
     if not (schemas or format.has_parts):
         return prompt
-    thinks = None
-    if forced and format.reasoning is not None:
-        short = chat.prepare(_SHORT, tools=schemas or None, documents=documents, template=template, **variables)
-        with contextlib.suppress(InvalidRequest):  # the chat's own messages may suit the template better
-            thinks = format.thinks_after(short(), continued)
-    return prompt.plus(ChatReply(ReplyPlan(format, schemas, continued, thinks, pieces=stream_tool_calls)))
+    return prompt.plus(ChatReply(ReplyPlan(format, schemas, continued, pieces=stream_tool_calls))).plus(budget)
 
 
 def _with_thoughts_alone(message: Any) -> Any:
@@ -137,17 +149,51 @@ def _is_long(value: Any) -> bool:
     return budget <= 0
 
 
-def _effort(code: TemplateLike, effort: str | None) -> dict[str, Any]:
-    """Return the variables for `reasoning_effort`. With `enable_thinking` alone, reasoning can only be on or off."""
+def _effort(code: TemplateLike, effort: str | None, *, known: bool) -> dict[str, Any]:
+    """Return the variables for `reasoning_effort`. With `enable_thinking` alone, reasoning can only be on or off.
+
+    A template without either does nothing, which a budget of 0 makes `known`.
+    """
     if effort is None:
         return {}
-    if not isinstance(effort, str):
-        raise InvalidRequest("reasoning_effort", effort, "is not a word", "Use 'none', 'low', 'medium' or 'high'")
+    if code.reads("enable_thinking") and (effort == "none" or not code.reads("reasoning_effort")):
+        return {"enable_thinking": effort != "none"}
     if code.reads("reasoning_effort"):
         return {"reasoning_effort": effort}
-    if code.reads("enable_thinking"):
-        return {"enable_thinking": effort != "none"}
+    if code.reads("thinking"):  # DeepSeek's and Granite's
+        return {"thinking": effort != "none"}
+    if known:
+        return {}
     raise _unread("reasoning_effort", effort)
+
+
+def least_budget(budget: object) -> int:
+    """Return the tokens of reasoning that an answer needs in addition to its own."""
+    return budget if isinstance(budget, int) and 0 < budget <= MAX_BUDGET else 0
+
+
+def _budget(reasoning: object, effort: object, budget: Any, message: object) -> ReasoningBudget | None:
+    """Return the budget of a reply's reasoning; None if it is free."""
+    if reasoning is not None and not isinstance(reasoning, bool):
+        raise InvalidRequest("reasoning", reasoning, "must be True or False", "Use reasoning_budget for tokens")
+    if effort is not None and not isinstance(effort, str):
+        raise InvalidRequest("reasoning_effort", effort, "is not a word", "Use 'none', 'low', 'medium' or 'high'")
+    if reasoning is not None and effort is not None and reasoning == (effort == "none"):
+        raise InvalidRequest("reasoning_effort", effort, f"contradicts reasoning={reasoning}", "Pass one of them")
+    if reasoning is False and budget:
+        raise InvalidRequest("reasoning_budget", budget, "contradicts reasoning=False", "Pass one of them")
+    if budget is not None and (
+        isinstance(budget, bool) or not isinstance(budget, int) or not 0 <= budget <= MAX_BUDGET
+    ):
+        raise InvalidRequest("reasoning_budget", budget, "is not a number of tokens", f"Use 0 to {MAX_BUDGET:,}")
+    if message is not None:
+        if not isinstance(message, str) or len(message) > MAX_MESSAGE:
+            fix = f"Pass a text of at most {MAX_MESSAGE:,} characters"
+            raise InvalidRequest("reasoning_budget_message", message, "is not a short text", fix)
+        if budget is None:
+            fix = "Pass reasoning_budget, too"
+            raise InvalidRequest("reasoning_budget_message", message, "comes at the end of a budget", fix)
+    return None if budget is None else ReasoningBudget(budget, message or "")
 
 
 def _arguments(function: Callable[..., object]) -> set[str]:
@@ -158,7 +204,7 @@ def _arguments(function: Callable[..., object]) -> set[str]:
 _ARGUMENTS = _arguments(chat_prompt) & _arguments(ChatTemplate.prepare)
 
 
-def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
+def _variables(options: Mapping[str, Any] | None, code: TemplateLike) -> Mapping[str, Any]:
     """Return the variables for a template; they override the variables that `reasoning_effort` sets."""
     if options is None:
         return {}
@@ -169,6 +215,9 @@ def _variables(options: Mapping[str, Any] | None) -> Mapping[str, Any]:
     for name in options:
         if name in _ARGUMENTS:
             raise InvalidRequest("template_options", name, "is an argument of its own", f"Pass {name}=… in its place")
+        if name in _BUDGETS and not code.reads(name):
+            fix = "Pass reasoning_budget=…, which any model with reasoning keeps to"
+            raise InvalidRequest("template_options", name, "is nothing that the chat template reads", fix)
     return options
 
 

@@ -54,7 +54,10 @@ class ChatRequests:
         template: str | None = None,
         images: Images = None,
         continue_final_message: bool = False,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
+        reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         stream_tool_calls: bool = False,
         n: Literal[1] | None = None,
@@ -75,7 +78,10 @@ class ChatRequests:
         template: str | None = None,
         images: Images = None,
         continue_final_message: bool = False,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
+        reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         stream_tool_calls: bool = False,
         n: int,
@@ -96,7 +102,10 @@ class ChatRequests:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         images: Images = None,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
+        reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> ToolLoop: ...
@@ -116,7 +125,10 @@ class ChatRequests:
         template: str | None = None,
         images: Images = None,
         continue_final_message: bool = False,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
+        reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         stream_tool_calls: bool = False,
         **options: Any,
@@ -141,18 +153,23 @@ class ChatRequests:
         and then its arguments, while the model writes them, and `ToolCallDropped` if it breaks off.
 
         `documents` are for templates that quote them, `template` replaces the model's own template,
-        `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
-        "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
-        where the last message ends.
+        `template_options` are variables of the template such as {"enable_thinking": False}. With
+        `continue_final_message` the answer goes on where the last message ends.
+
+        `reasoning_budget` is how many tokens a model may reason before its answer: then the end of reasoning is
+        written for it, after `reasoning_budget_message` if there is one. 0 ends reasoning at once. Reasoning in the
+        prompt counts, the tags don't; `max_tokens` bounds all tokens of the reply. `reasoning=False` turns reasoning
+        off, by the template's own switch and by a budget of 0. `reasoning_effort` is "none", "low", "medium" or "high"
+        where the template knows it.
         """
-        from rekindle._src.calls.chat_prompt import chat_prompt, messages_of  # chats alone need it
+        from rekindle._src.calls.chat_prompt import chat_prompt, least_budget, messages_of  # chats alone need it
         from rekindle._src.calls.tool_functions import tools_of
         from rekindle._src.calls.tool_loop import forcing, resolve_choice
 
         messages, tools_ = messages_of(messages, images), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
-            options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
+            options["max_tokens"] = ANSWER_TOKENS + least_budget(reasoning_budget)  # an answer should end by itself
         sampling_ = sampling_of(self._front, sampling, options, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
@@ -165,17 +182,19 @@ class ChatRequests:
                 documents=documents,
                 template=template,
                 continue_final_message=continue_final_message,
+                reasoning=reasoning,
                 reasoning_effort=reasoning_effort,
+                reasoning_budget=reasoning_budget,
+                reasoning_budget_message=reasoning_budget_message,
                 template_options=template_options,
                 stream_tool_calls=stream_tool_calls,
-                forced=bool(choice.required) and not free,
             )
             self._host.check()
             effective = sampling_
-            reply = prompt.extensions.get(ChatReply)
-            if choice.required and not free and reply is not None:
+            reply, forced = prompt.extensions.get(ChatReply), bool(choice.required) and not free
+            if forced and reply is not None:
                 effective = forcing(choice, sampling_, reply.plan, self._front.tokenizer)
-            prompt = prompt.plus(pictures).plus(structured_text(self._front, effective))
+            prompt = prompt.plus(pictures).plus(structured_text(self._front, effective, calls=forced))
             return Handle(self._host, self, prompt, effective)
 
         if not run_tools:
@@ -201,6 +220,7 @@ class ChatRequests:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
@@ -216,6 +236,7 @@ class ChatRequests:
             documents=documents,
             template=template,
             continue_final_message=continue_final_message,
+            reasoning=reasoning,
             reasoning_effort=reasoning_effort,
             template_options=template_options,
         )
@@ -230,6 +251,7 @@ class ChatRequests:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]:
@@ -244,6 +266,7 @@ class ChatRequests:
             documents=documents,
             template=template,
             continue_final_message=continue_final_message,
+            reasoning=reasoning,
             reasoning_effort=reasoning_effort,
             template_options=template_options,
         )
@@ -260,7 +283,10 @@ class ChatRequests:
         max_rounds: int | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
+        reasoning: bool | None = None,
         reasoning_effort: str | None = None,
+        reasoning_budget: int | None = None,
+        reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Conversation:
@@ -281,7 +307,10 @@ class ChatRequests:
             "max_rounds": max_rounds,
             "documents": documents,
             "template": template,
+            "reasoning": reasoning,
             "reasoning_effort": reasoning_effort,
+            "reasoning_budget": reasoning_budget,
+            "reasoning_budget_message": reasoning_budget_message,
             "template_options": template_options,
         }
         resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn

@@ -13,7 +13,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
 from rekindle._src.capabilities.guides.request import StructuredText
 from rekindle._src.capabilities.pictures.request import PromptPictures
-from rekindle._src.capabilities.replies.request import ChatReply
+from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
@@ -430,7 +430,8 @@ def chat_of(source: Handle[Any], text: str) -> dict[str, Any]:
     prompt = source._prompt
     reply = prompt.extensions.get(ChatReply)
     continued = None if reply is None else ChatReply(reply.plan.after(source.prompt or "", text))
-    return {"messages": prompt.messages, "reply": continued}
+    budget = prompt.extensions.get(ReasoningBudget)
+    return {"messages": prompt.messages, "reply": continued, "reasoning": budget}
 
 
 async def one_ended(handles: Sequence[Handle[object]]) -> None:

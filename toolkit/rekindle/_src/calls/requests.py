@@ -22,7 +22,7 @@ from rekindle._src.calls.pictures import with_images, with_pictures
 from rekindle._src.calls.prompts import PromptLike, parse, parse_one
 from rekindle._src.capabilities.guides.request import StructuredText
 from rekindle._src.capabilities.pictures.request import PromptPictures
-from rekindle._src.capabilities.replies.request import ChatReply
+from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
@@ -313,6 +313,7 @@ class Requests:
         base: Sampling | None = None,
         covered: int = 0,
         reply: ChatReply | None = None,
+        reasoning: ReasoningBudget | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
         images: Images = None,
         pictures: PromptPictures | None = None,
@@ -320,7 +321,8 @@ class Requests:
         """Return a handle that is not submitted yet.
 
         In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which
-        goes on if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+        goes on if the request has the same structure. A fork of a chat has its `messages` and the budget of its
+        `reasoning`, and its `reply` goes on.
         Its `pictures` are in the prompt's tokens already.
         """
         merged = sampling_of(self._front, sampling, options)
@@ -329,7 +331,7 @@ class Requests:
         if text is not None and base is not None and same_structure(merged, base):
             text = dataclasses.replace(text, covered=covered)
         parsed = with_pictures(self._front, parsed, images)
-        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply).plus(pictures)
+        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply).plus(reasoning).plus(pictures)
         return Handle(self._host, self, parsed, merged, scoped=scoped)
 
     @overload
@@ -432,8 +434,11 @@ class Requests:
         return self._handle(prompt, sampling, merged, scoped=True, images=images).stream_sync()
 
 
-def structured_text(front: Front, sampling: Sampling) -> StructuredText | None:
-    """Return the structure that the options require of the text, checked as far as possible without compiling it."""
+def structured_text(front: Front, sampling: Sampling, *, calls: bool = False) -> StructuredText | None:
+    """Return the structure that the options require of the text, checked as far as possible without compiling it.
+
+    It may be the grammar of `calls` that have to be made.
+    """
     if not sampling.structured:
         return None
     from rekindle._src.structured.spec import structure_of  # few requests need it
@@ -442,7 +447,7 @@ def structured_text(front: Front, sampling: Sampling) -> StructuredText | None:
     if structure is not None and not front.tokenizer.has_text:
         kind = structure.spec.kind
         raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
-    return None if structure is None else StructuredText(structure)
+    return None if structure is None else StructuredText(structure, calls=calls)
 
 
 def same_structure(left: Sampling, right: Sampling) -> bool:

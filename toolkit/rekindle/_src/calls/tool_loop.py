@@ -71,6 +71,7 @@ class ToolRun:
             sum(usage.prompt_tokens for usage in figures),
             sum(usage.cached_tokens for usage in figures),
             sum(usage.completion_tokens for usage in figures),
+            sum(usage.reasoning_tokens for usage in figures),
         )
 
     def __str__(self) -> str:
@@ -328,9 +329,7 @@ def forcing(choice: ResolvedToolChoice, sampling: Sampling, plan: ReplyPlan, tok
             "Use 'auto', or open the model with reply_format=…",
         )  # fmt: skip
     schemas = [tool.schema for tool in choice.required]
-    token = tokenizer.added_id
-    before = plan.before_calls(token)
-    grammar = call_grammar(plan.format.calls, schemas, token, several=choice.parallel, before=before)
+    grammar = call_grammar(plan.format.calls, schemas, tokenizer.added_id, several=choice.parallel)
     return dataclasses.replace(sampling, grammar=grammar)
 
 

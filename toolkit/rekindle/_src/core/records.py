@@ -481,6 +481,7 @@ class Usage(Record):
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    reasoning_tokens: int = 0  # of the completion, without the tags around them
 
     @property
     def total_tokens(self) -> int:

@@ -7,6 +7,7 @@ it held is closed after that.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -201,6 +202,7 @@ class OutputState(Output):
             if (outcome := part.outcome(usage, timings)) is not None:
                 return outcome
             fields |= part.completion(SequenceEnd(reason, text, self._tokens))
+        usage = dataclasses.replace(usage, reasoning_tokens=fields.pop("reasoning_tokens", 0))
         return Completion(
             id=request.id,
             text=text,

@@ -143,7 +143,7 @@ class RolloutBatch:
     def usage(self) -> Usage:
         """The tokens of all sequences."""
         used = [one.usage for one in self.completions]
-        names = "prompt_tokens", "cached_tokens", "completion_tokens"
+        names = "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens"
         return Usage(*(sum(getattr(one, name) for one in used) for name in names))
 
     def __len__(self) -> int:

@@ -200,10 +200,13 @@ class Replica:
         else:
             self._pulls.pull_first(request, pages, relay)
 
-    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> GrammarLike:
+    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> GrammarLike | None:
         grammars, spec = GRAMMARS.of(self._client.front), remote.spec
         if grammars is None:
-            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+            field, value = ("reasoning_budget", None) if spec is None else (spec.kind, spec.text)
+            raise InvalidRequest(field, value, "needs a model with a tokenizer", "Open one with tokenizer.json")
+        if spec is None:
+            return None
         caller = request.caller or request.sampling.salt or ""
         return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: request.id in box.beginning)
 
@@ -229,8 +232,10 @@ def _admitted(
 ) -> Request:
     """Return the request with its extensions on this replica. Its guide has consumed the request's tokens."""
     extensions = request.extensions
-    if remote is not None and grammar is not None:
-        extensions = extensions.plus(Guidance(remote.build(grammar)))
+    if remote is not None:
+        grammars = GRAMMARS.of(front)
+        assert grammars is not None, "they were asked for the grammar"
+        extensions = extensions.plus(Guidance(remote.build(grammar, grammars.reasoning_guide)))
     submission = Submission(
         id=request.id,
         text=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, get_args
 
 import numpy as np
@@ -24,7 +24,7 @@ from rekindle._src.core.records import GuideReport, Mask, NewGuide, Pooling, Req
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routing import Role
-from rekindle._src.structured.grammar import Reasoning
+from rekindle._src.structured.reasoning import ReasoningRules
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
@@ -40,8 +40,11 @@ class RemoteGuide:
     spent: float = 0.0
     ahead: tuple[int, ...] = ()
 
-    def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None, budget: int | None) -> None:
-        self.spec, self.eos_ids, self.reasoning, self.budget = spec, tuple(eos_ids), reasoning, budget
+    def __init__(
+        self, spec: Spec | None, eos_ids: Collection[int], rules: ReasoningRules | None, budget: int | None
+    ) -> None:
+        self.spec = spec  # None: the answer is free
+        self.eos_ids, self.rules, self.budget = tuple(eos_ids), rules, budget
         self.covered: list[int] = []
         self.consumed: int = 0
 
@@ -55,14 +58,17 @@ class RemoteGuide:
 
     def copy(self) -> RemoteGuide:
         """Return the placeholder of another sequence."""
-        clone = RemoteGuide(self.spec, self.eos_ids, self.reasoning, self.budget)
+        clone = RemoteGuide(self.spec, self.eos_ids, self.rules, self.budget)
         clone.covered, clone.consumed, clone.ended = [*self.covered], self.consumed, self.ended
         return clone
 
-    def build(self, grammar: GrammarLike) -> NewGuide:
+    def build(self, grammar: GrammarLike | None, reasoning_guide: Callable[[ReasoningRules], NewGuide]) -> NewGuide:
         """Return the guide itself, advanced past the covered tokens. Raise `InvalidRequest` if they don't match."""
-        guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
-        return after(guide, self.covered, self.spec.kind, list)
+        if grammar is None:
+            assert self.rules is not None, "it guides something"
+            return reasoning_guide(self.rules)
+        guide = grammar.guide(self.eos_ids, self.rules, self.budget)
+        return after(guide, self.covered, grammar.spec.kind, list)
 
 
 class RemoteGrammar:
@@ -70,9 +76,9 @@ class RemoteGrammar:
         self.spec = spec
 
     def guide(
-        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+        self, eos_ids: Collection[int], rules: ReasoningRules | None = None, budget: int | None = None
     ) -> RemoteGuide:
-        return RemoteGuide(self.spec, eos_ids, reasoning, budget)
+        return RemoteGuide(self.spec, eos_ids, rules, budget)
 
 
 class RemoteGrammars:
@@ -80,6 +86,9 @@ class RemoteGrammars:
 
     def find(self, spec: Spec) -> RemoteGrammar:
         return RemoteGrammar(spec)
+
+    def reasoning_guide(self, rules: ReasoningRules) -> RemoteGuide:
+        return RemoteGuide(None, (), rules, None)
 
     def begin(self, spec: Spec, caller: str = "") -> NoReturn:
         raise AssertionError("every grammar was found")
@@ -227,9 +236,9 @@ def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool
     }
     if guide is not None:
         fields["guide"] = {
-            "spec": dataclasses.asdict(guide.spec),
+            "spec": None if guide.spec is None else dataclasses.asdict(guide.spec),
             "eos_ids": sorted(guide.eos_ids),
-            "reasoning": guide.reasoning,
+            "rules": None if guide.rules is None else guide.rules.values(),
             "budget": guide.budget,
             "covered": guide.covered,
         }
@@ -248,8 +257,11 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
         if (pooling := fields["pooling"]) is not None and pooling not in get_args(Pooling):
             raise ValueError(f"it pools by {pooling!r}")
         if (description := fields.get("guide")) is not None:
-            reasoning = None if description["reasoning"] is None else Reasoning(*description["reasoning"])
-            guide = RemoteGuide(Spec(**description["spec"]), description["eos_ids"], reasoning, description["budget"])
+            rules = None if description["rules"] is None else ReasoningRules.read(description["rules"])
+            spec = None if description["spec"] is None else Spec(**description["spec"])
+            if spec is None and rules is None:
+                raise ValueError("its guide has nothing to guide")
+            guide = RemoteGuide(spec, description["eos_ids"], rules, description["budget"])
             guide.covered = list(description["covered"])
         options = fields["sampling"]
         request = Request(

@@ -51,7 +51,7 @@ _SHARED_FIELDS = (
     Field("system", CONTENT, "What the model is told before the conversation."),
     Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
     Field("tool_choice", TOOL_CHOICE, "auto, none, any, or one tool."),
-    Field("thinking", THINKING, "Whether the model thinks before it answers, where its template knows that."),
+    Field("thinking", THINKING, "Whether the model thinks before it answers, and for how many tokens (budget_tokens)."),
     Field("output_config", OUTPUT, "format: a json_schema that the text has to follow; effort, where it is known."),
     Field("output_format", OBJECT, "The older name of output_config.format."),
     ignored("cache_control", "Prefixes are cached by their content."),
@@ -274,9 +274,12 @@ def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word
-    thinking = (fields.get("thinking") or {}).get("type")
-    if thinking in ("enabled", "disabled"):
-        options["template_options"] = {"enable_thinking": thinking == "enabled"}
+    thinking = fields.get("thinking") or {}
+    if thinking.get("type") in ("enabled", "disabled"):
+        options["template_options"] = {"enable_thinking": thinking["type"] == "enabled"}
+        options["reasoning"] = thinking["type"] == "enabled"
+    if thinking.get("type") == "enabled" and thinking.get("budget_tokens") is not None:
+        options["reasoning_budget"] = thinking["budget_tokens"]
     if (effort := (fields.get("output_config") or {}).get("effort")) is not None:
         options["reasoning_effort"] = effort
     if fields["messages"][-1]["role"] == "assistant":

@@ -23,6 +23,7 @@ from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
+from rekindle._src.serve.openai_fields import BUDGETS
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
 from rekindle.errors import InvalidRequest, abbreviated
 
@@ -30,8 +31,11 @@ T = TypeVar("T")
 _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
-NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
-_OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
+_BUDGET_NAMES = {"reasoning_budget": "reasoning_budget_tokens"}
+NAMES = _BUDGET_NAMES | {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
+_OF_CHAT = ("documents", "tools", "tool_choice")  # options of `session.chat` by the same names
+_OF_REASONING = ("reasoning", "reasoning_effort")  # left out where a model does not reason, or has no degrees of it
+_OF_BUDGET = ("reasoning_budget", "reasoning_budget_message")  # change no prompt
 
 
 async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
@@ -59,13 +63,18 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 def call_chat(method: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
-    """Call `session.chat` or `session.render`; leave out the reasoning effort if the template has none."""
+    """Call `session.chat` or `session.render`; leave out a switch or an effort that the model's template has not.
+
+    A budget that comes with a switch goes with it.
+    """
     try:
         return method(messages, **options)
     except InvalidRequest as error:
-        if error.field != "reasoning_effort":
+        if error.field not in _OF_REASONING or error.field not in options:
             raise
-    return method(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+        refused = error.field
+    left_out = {refused, *(_OF_BUDGET if refused == "reasoning" else ())}
+    return call_chat(method, messages, {name: value for name, value in options.items() if name not in left_out})
 
 
 def encode_chat(
@@ -75,6 +84,7 @@ def encode_chat(
 
     Raise `ApiError` if its text is too long to encode.
     """
+    options = {name: value for name, value in options.items() if name not in _OF_BUDGET}
     text = call_chat(session.render, messages, options)
     if not any(isinstance(message.get("content"), list) and has_pictures(message["content"]) for message in messages):
         return generation.encode_text(session, text, add_special_tokens=special, param="messages")
@@ -111,7 +121,7 @@ def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str,
     for name in _OWN_FIELDS & variables.keys():
         raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} next to it")
     options |= {name: fields[name] for name in _OF_CHAT if name in fields}
-    options |= tool_options(options)
+    options |= tool_options(options) | reasoning_options(fields)
     if fields.get("continue_final_message"):
         if fields.get("add_generation_prompt"):
             fix = "Set one of the two"
@@ -128,6 +138,33 @@ def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str,
         raise wrong("add_special_tokens", True, "is not possible: the template writes them", "Remove it")
     if variables:
         options["template_options"] = variables
+    return options
+
+
+def reasoning_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of `session.chat` for how much a model reasons. One budget may have several names."""
+    options: dict[str, Any] = {}
+    more = fields.get("reasoning") or {}
+    for name in more.keys() - {"effort", "max_tokens", "summary", "generate_summary"}:
+        raise wrong(f"reasoning.{name}", more[name], "is not known", "Use effort or max_tokens")
+    effort = fields.get("reasoning_effort", more.get("effort"))
+    if effort == "none":
+        options["reasoning"] = False
+    elif effort is not None:
+        options["reasoning_effort"] = effort
+    given = {name: fields[name] for name in BUDGETS if name in fields}
+    if more.get("max_tokens") is not None:
+        given["reasoning.max_tokens"] = more["max_tokens"]
+    budgets = {name: value for name, value in given.items() if value >= 0}
+    if len({*budgets.values()}) > 1:
+        first, second, *_ = budgets
+        raise wrong(second, budgets[second], f"contradicts {first}={budgets[first]}", "Set one of them")
+    for name, value in budgets.items():
+        if options.get("reasoning") is False and value:
+            raise wrong(name, value, 'contradicts the effort "none"', "Set one of them")
+        options["reasoning_budget"] = value
+    if "reasoning_budget_message" in fields and budgets:
+        options["reasoning_budget_message"] = fields["reasoning_budget_message"]
     return options
 
 

@@ -27,7 +27,6 @@ from rekindle._src.text.generation_config import NAMES
 
 _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json"}
 _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
-_LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a thread
 MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
@@ -224,9 +223,7 @@ def _record(exchange: Exchange, completions: Sequence[Sequence[Completion]], *, 
     exchange.service.tracing.record(exchange.scope, exchange.model, exchange.request_id, completions)
 
 
-async def usage(
-    exchange: Exchange, completions: Sequence[Sequence[Completion]], session: ServedSession
-) -> dict[str, Any]:
+def usage(completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
     """Return OpenAI's usage object. A prompt counts once, however many choices it has."""
     prompt = sum(group[0].usage.prompt_tokens for group in completions)
     generated = sum(completion.usage.completion_tokens for group in completions for completion in group)
@@ -234,19 +231,9 @@ async def usage(
     total = usage_object(prompt, generated, cached)
     replies = [completion for group in completions for completion in group if completion.reply is not None]
     if replies:
-
-        def count_reasoning() -> int:
-            return sum(reasoning_tokens(completion, session) for completion in replies)
-
-        short = sum(len(completion.reasoning or "") for completion in replies) < _LONG_THOUGHTS
-        number = count_reasoning() if short else await exchange.run_in_turn(count_reasoning)
+        number = sum(completion.usage.reasoning_tokens for completion in replies)
         total["completion_tokens_details"] = {"reasoning_tokens": number}
     return total
-
-
-def reasoning_tokens(completion: Completion, session: ServedSession) -> int:
-    """Return the number of tokens of the model's reasoning, without the tags around it."""
-    return len(session.tokenizer.encode(completion.reasoning, add_special_tokens=False)) if completion.reasoning else 0
 
 
 def usage_object(prompt: int, generated: int, cached: int | None = None) -> dict[str, Any]:
@@ -295,12 +282,12 @@ class Writer:
 
     async def _answer(self, completions: Sequence[Sequence[Completion]], choices: Entries) -> dict[str, Any]:
         """Return an answer that is not streamed."""
-        total = await usage(self._exchange, completions, self._session)
+        total = usage(completions)
         return {**self._common, "choices": choices, "usage": total, "system_fingerprint": FINGERPRINT}
 
     async def _end(self, chunks: Chunks, completions: Sequence[Sequence[Completion]]) -> None:
         """Write the end of a stream."""
-        total = await usage(self._exchange, completions, self._session)
+        total = usage(completions)
         await self._exchange.emit(chunks.last(total).encode())
 
 

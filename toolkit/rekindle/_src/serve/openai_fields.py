@@ -195,7 +195,24 @@ COMPLETIONS = Endpoint(
     ),
 )
 
-_EFFORT = "A variable of the chat template, where it has one; 'none' sets enable_thinking=false."
+REASONING = Shape((("effort", String(maximum=64)), ("max_tokens", whole(0, MOST)), ("summary", String(maximum=64))))
+_BUDGET = "Tokens that the model may reason before the end of reasoning is written for it; -1: any number."
+BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")  # llama.cpp's and vLLM's
+_BUDGET_NAME = "a budget of reasoning is reasoning_budget_tokens, next to messages"
+REASONING_FIELDS = (
+    Field("reasoning", REASONING, "effort, as reasoning_effort; max_tokens, as reasoning_budget_tokens."),
+    *(Field(name, whole(-1, MOST), _BUDGET) for name in BUDGETS),
+    Field("reasoning_budget_message", String(4_096), "A text that is written before the end of a used up budget."),
+    *(refused(name, _BUDGET_NAME) for name in ("reasoning_budget", "thinking_budget", "max_thinking_tokens")),
+    *(
+        refused(name, f"unpack it; {_BUDGET_NAME}", {})
+        for name in ("extra_body", "extra_args", "custom_params", "nvext")
+    ),
+    refused("reasoning_control", "reasoning can't be ended from outside; give it a budget", False),
+)
+_EFFORT = (
+    "A variable of the chat template, where it has one; 'none' sets enable_thinking=false, and ends reasoning at once."
+)
 CHAT = Endpoint(
     "/v1/chat/completions",
     "Answer a conversation",
@@ -208,6 +225,7 @@ CHAT = Endpoint(
         Field("top_logprobs", whole(0, 20), "With logprobs: of this many most likely tokens at each position, too."),
         *SAMPLING,
         Field("reasoning_effort", String(64), _EFFORT),
+        *REASONING_FIELDS,
         Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
         Field("documents", Items(OBJECT, maximum=MOST_MESSAGES), "Documents, for templates that read them."),
         Field("add_generation_prompt", Boolean(), "Begin the assistant's turn; true by default."),

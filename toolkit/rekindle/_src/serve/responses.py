@@ -12,7 +12,15 @@ from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
-from rekindle._src.serve.chat import call_chat, calls_options, content_of, content_text, events_of, tool_options
+from rekindle._src.serve.chat import (
+    call_chat,
+    calls_options,
+    content_of,
+    content_text,
+    events_of,
+    reasoning_options,
+    tool_options,
+)
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
@@ -31,7 +39,7 @@ from rekindle._src.serve.fields import (
 )
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import ServedSession
-from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
+from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, REASONING_FIELDS, SAMPLING_BY_NAME
 from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
 WIDEST = 4  # bytes of a character
@@ -43,7 +51,6 @@ REPEATED_CHOICE = SmallValue(MOST_REPEATED, TOOL_CHOICE)
 INPUT = Either(
     "a string or a list of items", ((str, String()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES)))
 )
-REASONING = Shape((("effort", String(maximum=64)), ("summary", String(maximum=64))))
 FORMAT = Shape((("format", Shape((("type", OneOf(("text", "json_object", "json_schema"))),), ("type",))),))
 RESPONSES = Endpoint(
     "/v1/responses",
@@ -59,7 +66,7 @@ RESPONSES = Endpoint(
         Field("tools", SmallValue(MOST_REPEATED, Items(TOOL, maximum=512)), "Functions that the model may call."),
         Field("tool_choice", REPEATED_CHOICE, "none, auto, required, a function, or allowed_tools."),
         Field("parallel_tool_calls", Boolean(), "false: at most one call in an answer."),
-        Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
+        *REASONING_FIELDS,
         Field("text", SmallValue(MOST_REPEATED, FORMAT), "The format of the text."),
         Field("include", Items(String()), "message.output_text.logprobs; others bring nothing here."),
         Field("metadata", SmallValue(MOST_METADATA), "Comes back with the answer."),
@@ -148,10 +155,7 @@ def _chat_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     choice = choice_of(fields)
     if choice is not None:
         options["tool_choice"] = choice
-    effort = (fields.get("reasoning") or {}).get("effort")
-    if effort is not None:
-        options["reasoning_effort"] = effort
-    return options | tool_options(options)
+    return options | tool_options(options) | reasoning_options(fields)
 
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -348,7 +352,7 @@ class _Answer:
             "tools": fields.get("tools") or [],
             "top_p": fields.get("top_p"),
             "truncation": "disabled",
-            "usage": None if completion is None else _usage(completion, self._session),
+            "usage": None if completion is None else _usage(completion),
         }
 
     def whole(self, completion: Completion) -> None:
@@ -495,12 +499,12 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _usage(completion: Completion, session: ServedSession) -> dict[str, Any]:
+def _usage(completion: Completion) -> dict[str, Any]:
     prompt, generated = completion.usage.prompt_tokens, completion.usage.completion_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": completion.usage.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens(completion, session)},
+        "output_tokens_details": {"reasoning_tokens": completion.usage.reasoning_tokens},
         "total_tokens": prompt + generated,
     }

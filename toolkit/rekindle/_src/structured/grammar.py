@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from rekindle._src.core.records import GuideReport, Mask, mask_words
+from rekindle._src.core.records import GuideReport, Mask, NewGuide, mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.compilers import Compilers, Job, busy_error, first_line, refusal_error
 from rekindle._src.structured.endings import Bounds, Ending, Spelling
+from rekindle._src.structured.reasoning import ReasoningGuide, ReasoningRules, TokenTexts
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -32,14 +33,6 @@ if TYPE_CHECKING:
 
 
 AHEAD = 16  # most forced tokens that are reported
-
-
-class Reasoning(NamedTuple):
-    """Tokens around a model's reasoning before its answer; a grammar begins after it."""
-
-    opens: int
-    closes: int
-    inside: bool = False  # the prompt ends inside of it; otherwise the first token may open it
 
 
 class First(NamedTuple):
@@ -66,10 +59,8 @@ class Guide:
         "_ends",
         "_first",
         "_matcher",
-        "_reasoning",
         "_run",
         "_skip",
-        "_thinks",
         "accepting",
         "consumed",
         "ended",
@@ -81,7 +72,6 @@ class Guide:
         matcher: Any,
         ends: frozenset[int],
         eos_ids: Collection[int],
-        reasoning: Reasoning | None = None,
         first: First | None = None,
         ending: Ending | None = None,
     ) -> None:
@@ -89,13 +79,10 @@ class Guide:
         self._matcher, self._ending = matcher, ending
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
-        self._reasoning = reasoning
-        self._thinks = reasoning is not None and reasoning.inside
         self._first = first  # until the grammar takes a token
         self._run: tuple[int, ...] = ()  # forced tokens; the ones before `_at` have come
         self._at = self._skip = 0
-        if reasoning is None:
-            self._look_ahead()
+        self._look_ahead()
         self.spent: float = 0.0
         self.consumed: int = 0
         self.ended: bool = False
@@ -115,11 +102,6 @@ class Guide:
         return self._run[self._at : self._at + AHEAD]
 
     def fill(self, mask: Mask) -> str:
-        if self._thinks:
-            mask.fill(-1)
-            for word, kept_bits in map(_without, self._ends):
-                mask[word] &= kept_bits
-            return ""
         if self._first is not None:
             mask[:] = self._first.mask
         else:
@@ -138,22 +120,11 @@ class Guide:
                 any_left |= bits != 0
         elif self._ending is not None:
             self._ending.limit(mask, self._matcher, self.consumed, forced=self._at < len(self._run))
-        if self._reasoning is not None:  # no token was sampled yet, and the first may open it
-            word, kept_bits = _without(self._reasoning.opens)
-            mask[word] |= ~kept_bits
-            any_left = True
         return "" if any_left else "the grammar allows no token"
 
     def consume(self, token: int) -> GuideReport:
         self.consumed += 1
-        reasoning = self._reasoning
-        if reasoning is not None and (self._thinks or token == reasoning.opens):
-            self._thinks = token != reasoning.closes
-            if not self._thinks:
-                self._reasoning = None
-                self._look_ahead()
-            return GuideReport(ahead=self.ahead)
-        self._reasoning = self._first = None
+        self._first = None
         forced = self._at < len(self._run) and self._run[self._at] == token
         matcher = self._matcher
         if self.ended and token in self._ends:  # a fork of a text that an end token ended
@@ -220,9 +191,16 @@ class Grammar:
     """A compiled spec; every sequence follows it with a guide of its own."""
 
     def __init__(
-        self, spec: Spec, matcher: Any, ends: frozenset[int], warnings: Sequence[str], first: First | None = None
+        self,
+        spec: Spec,
+        matcher: Any,
+        ends: frozenset[int],
+        warnings: Sequence[str],
+        texts: TokenTexts,
+        first: First | None = None,
     ) -> None:
         self.spec = spec
+        self._texts = texts
         self.warnings: tuple[str, ...] = tuple(warnings)  # rules that a lenient schema left out
         self._matcher, self._ends, self._first = matcher, ends, first
         self.bounds: Bounds | None = None
@@ -231,10 +209,16 @@ class Grammar:
         )
         self.nbytes: int = (_LEAST_BYTES if plain else _EXPRESSION_BYTES) + _BYTES_PER_CHARACTER * len(spec.text)
 
-    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None) -> Guide:
-        """Make a guide for a new text that may end with one of `eos_ids`; JSON ends within `budget` tokens."""
+    def guide(
+        self, eos_ids: Collection[int], rules: ReasoningRules | None = None, budget: int | None = None
+    ) -> NewGuide:
+        """Make a guide for a new text that may end with one of `eos_ids`; JSON ends within `budget` tokens.
+
+        By the `rules` of a reply it begins with the answer.
+        """
         ending = None if self.bounds is None else Ending(self.bounds, budget)
-        return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning, self._first, ending)
+        guide = Guide(self._matcher.deep_copy(), self._ends, eos_ids, self._first, ending)
+        return guide if rules is None else ReasoningGuide(rules, self._texts, tuple(self._ends), guide)
 
 
 class Grammars:
@@ -250,6 +234,7 @@ class Grammars:
         self._refusals: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
         self._jobs: dict[Spec, Job[Grammar]] = {}
         self._compilers = Compilers(self._compile, self._needs, self._ready)
+        self.texts: TokenTexts = TokenTexts(tokenizer)
         self.compiled: int = 0
         self.kept_bytes: int = 0  # about as much memory as the kept grammars take
 
@@ -286,6 +271,10 @@ class Grammars:
             if not job.waiting and not job.started and self._jobs.get(job.spec) is job:
                 del self._jobs[job.spec]
                 self._compilers.drop(job)
+
+    def reasoning_guide(self, rules: ReasoningRules) -> NewGuide:
+        """Make a guide for a reply with a budget for its reasoning and a free answer."""
+        return ReasoningGuide(rules, self.texts, (), None)
 
     def compile(self, spec: Spec, *, patience: float | None = None) -> Grammar:
         """Compile a spec, which takes milliseconds to seconds, and block this thread until then.
@@ -330,7 +319,7 @@ class Grammars:
             raise refusal_error(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
         first = First(mask, forced_run(matcher.deep_copy()))
-        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), first)
+        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), self.texts, first)
         if spec.kind in ("schema", "json"):
             grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)
         with self._lock:

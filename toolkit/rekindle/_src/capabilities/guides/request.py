@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
+from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.extensions import Guidance
@@ -22,12 +23,14 @@ from rekindle.errors import InvalidRequest, NotParsed, NotParsedReason, RequestA
 
 if TYPE_CHECKING:
     from rekindle._src.structured.compilers import Job
-    from rekindle._src.structured.grammar import Reasoning
+    from rekindle._src.structured.reasoning import ReasoningRules, TokenTexts
     from rekindle._src.structured.spec import Spec, Structure
 
 PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
 _LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
 _NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
+_ENDING = 512  # tokens of a prompt that say how its reply begins
+_SPACED = ("schema", "json")  # structures that whitespace may stand before
 
 
 class GrammarLike(Protocol):
@@ -36,7 +39,7 @@ class GrammarLike(Protocol):
     @property
     def spec(self) -> Spec: ...
     def guide(
-        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+        self, eos_ids: Collection[int], rules: ReasoningRules | None = None, budget: int | None = None
     ) -> NewGuide:
         """Return a guide for one sequence."""
         ...
@@ -46,6 +49,7 @@ class GrammarsLike(Protocol):
     """The grammars of a front; `find` knows all of them where nothing is compiled."""
 
     def find(self, spec: Spec) -> GrammarLike | None: ...
+    def reasoning_guide(self, rules: ReasoningRules) -> NewGuide: ...
     def begin(self, spec: Spec, caller: str = "") -> Job[Any]: ...
     def leave(self, job: Job[Any]) -> None: ...
     def compile(self, spec: Spec, *, patience: float | None = None) -> GrammarLike: ...
@@ -64,6 +68,7 @@ class StructuredText(Extension):
 
     structure: Structure
     covered: int = 0  # tokens at the prompt's end that belong to it already, as in a fork
+    calls: bool = False  # it is the grammar of calls that have to be made
 
 
 class StructureIntake(Capability["GrammarLike | None"]):
@@ -91,7 +96,8 @@ class StructureIntake(Capability["GrammarLike | None"]):
         self, submission: Submission, token_ids: IntArray, front: Front, resource: GrammarLike | None
     ) -> Guidance | None:
         sampling, given = submission.sampling, submission.extensions.get(Guidance)
-        if resource is None and not sampling.restricted:
+        budget = submission.extensions.get(ReasoningBudget)
+        if resource is None and budget is None and not sampling.restricted:
             return given
         rules = None
         if sampling.restricted:
@@ -103,18 +109,24 @@ class StructureIntake(Capability["GrammarLike | None"]):
             # A token that may not come, or only later, could be the one that ends the text.
             steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
             guide = _guide_of(resource, submission, token_ids, front, steered=steered)
+        elif budget is not None and given is None:
+            of_reply = reasoning_rules(submission, token_ids, front)
+            assert of_reply is not None, "a chat has checked that its family marks reasoning"
+            grammars = GRAMMARS.of(front)
+            assert grammars is not None, "a chat has a tokenizer"
+            if of_reply.inside or of_reply.opens:  # the prompt may say that there is no reasoning
+                guide = grammars.reasoning_guide(of_reply)
         if rules is not None:
             from rekindle._src.structured.token_rules import RestrictedGuide
 
             guide = RestrictedGuide(rules, guide)
-        assert guide is not None, "it follows a grammar or rules"
-        return Guidance(guide)
+        return None if guide is None else Guidance(guide)
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         if Guidance not in request.extensions:
             return None
         text = submission.extensions.get(StructuredText)
-        return GuideOutput(None if text is None else _structured(text, request, front))
+        return GuideOutput(None if text is None else _structured(text, request, submission, front))
 
 
 async def compiled_grammar(
@@ -165,8 +177,7 @@ def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front
     budget = min(sampling.max_tokens, longest - len(ids)) if steered else None
     text = submission.extensions.get(StructuredText)
     base = len(ids) - (0 if text is None else text.covered)
-    reasoning = _reasoning(ids[:base].tolist(), front, chat=submission.render is not None)
-    guide = grammar.guide(front.eos_ids(sampling), reasoning, budget)
+    guide = grammar.guide(front.eos_ids(sampling), reasoning_rules(submission, ids, front), budget)
     return after(guide, ids[base:].tolist(), grammar.spec.kind, front.tokenizer.decode)
 
 
@@ -185,28 +196,42 @@ def after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[
     return guide
 
 
-def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | None:
-    """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
+def reasoning_rules(submission: Submission, ids: IntArray, front: Front) -> ReasoningRules | None:
+    """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it.
+
+    Tokens of the prompt that a structured text covers already are not part of the prompt.
+    """
+    from rekindle._src.structured.reasoning import ReasoningRules, TokenTexts  # few requests need them
+
+    extensions, texts = submission.extensions, TokenTexts(front.tokenizer)
+    text, reply, budget = extensions.get(StructuredText), extensions.get(ChatReply), extensions.get(ReasoningBudget)
+    before = ids[: len(ids) - (0 if text is None else text.covered)].tolist()
+    ending = front.tokenizer.decode(before[-_ENDING:], skip_special_tokens=False)
+    if reply is not None and reply.plan.format.thoughts is not None:
+        plan = reply.plan if len(before) == len(ids) else dataclasses.replace(reply.plan, continued=None)
+        calls, spaced = text is not None and text.calls, text is not None and text.structure.spec.kind in _SPACED
+        most = None if budget is None else (budget.tokens, budget.message)
+        return ReasoningRules.of(plan, ending, most, calls=calls, spaced=spaced, free=text is None).after(before, texts)
     think_ids = THINK_IDS.of(front)
     if think_ids is None:
         return None
-    from rekindle._src.structured.grammar import Reasoning  # few requests need it
-
     opens, closes = think_ids
-    place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
-    if place is not None and prompt[place] == opens:
-        return Reasoning(opens, closes, inside=True)
-    turned_off = place is not None and place >= len(prompt) - _NEAR
-    return Reasoning(opens, closes) if chat and not turned_off else None
+    place = max((at for at, token in enumerate(before) if token in (opens, closes)), default=None)
+    inside = place is not None and before[place] == opens
+    turned_off = place is not None and place >= len(before) - _NEAR
+    if inside or (submission.render is not None and not turned_off):
+        return ReasoningRules(texts.text_of(opens), (texts.text_of(closes),), inside=inside)
+    return None
 
 
-def _structured(text: StructuredText, request: Request, front: Front) -> TextStructure:
+def _structured(text: StructuredText, request: Request, submission: Submission, front: Front) -> TextStructure:
     """Return the parser of a structured text, with the part of the prompt that the structure covers."""
     ids = request.token_ids
     before = ids[len(ids) - text.covered :].tolist()
-    think_ids = THINK_IDS.of(front)
-    closes = None if think_ids is None else front.tokenizer.decode(think_ids[1:], skip_special_tokens=False)
-    return TextStructure(text.structure, before, front.tokenizer.decode, closes)
+    from rekindle._src.structured.reasoning import TokenTexts
+
+    rules = reasoning_rules(submission, ids, front)
+    return TextStructure(text.structure, before, front.tokenizer.decode, TokenTexts(front.tokenizer), rules)
 
 
 class GuideOutput(Part[None]):
@@ -238,16 +263,18 @@ class TextStructure(NamedTuple):
     structure: Structure
     before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
     decode: Callable[[Sequence[int]], str]
-    closes: str | None = None  # the text that ends a model's reasoning
+    texts: TokenTexts
+    rules: ReasoningRules | None = None  # of the reasoning before it
 
     def parsing(
         self, text: str, tokens: Sequence[int], guided: Sequence[GuideReport], reason: FinishReason
     ) -> DeferredParse:
         """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
-        if self.before:
-            text = self.decode([*self.before, *tokens])
-        if self.closes is not None and self.closes in text:
-            text = text.partition(self.closes)[2]
+        whole, start, rest = [*self.before, *tokens], 0, ""
+        if self.rules is not None:
+            start, rest = self.rules.answer_in(whole, self.texts)
+        if self.before or start:
+            text = rest + self.decode(whole[start:])
         return DeferredParse(text, self.structure.parse, _cut(guided, reason))
 
 

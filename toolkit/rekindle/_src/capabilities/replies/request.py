@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import FinishReason, IntArray, Request
-from rekindle._src.core.reply import Reply, ReplyEvent, fold
+from rekindle._src.core.reply import ReasoningDelta, Reply, ReplyEvent, fold
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 
@@ -18,11 +18,22 @@ if TYPE_CHECKING:
     from rekindle._src.text.replies.history import WrittenReplies
 
 
+_COUNTED = 8_192  # characters of reasoning that are encoded at a time to count their tokens
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ChatReply(Extension):
     """Of a submission: how a chat's reply is read for reasoning and calls of tools."""
 
     plan: ReplyPlan
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReasoningBudget(Extension):
+    """Of a submission: how many tokens its reasoning may take, and a text that is written before its forced end."""
+
+    tokens: int
+    message: str = ""
 
 
 class ReplyIntake(Capability[None]):
@@ -41,7 +52,8 @@ class ReplyIntake(Capability[None]):
         if reply is None:
             return None
         scanner = reply.plan.scanner(submission.text or "", request.token_ids.tobytes(), request.sampling.seed)
-        return ReplyOutput(scanner, reply.plan.visible, partial(self._keep, request, reply.plan, front))
+        keep, count = partial(self._keep, request, reply.plan, front), partial(_tokens_in, front)
+        return ReplyOutput(scanner, reply.plan.visible, keep, count)
 
     def _keep(self, request: Request, plan: ReplyPlan, front: Front, reply: Reply, token_ids: Sequence[int]) -> None:
         if self._written is None:
@@ -55,13 +67,24 @@ def _decoded(front: Front, token_ids: Sequence[int]) -> str:
     return front.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
+def _tokens_in(front: Front, text: str) -> int:
+    return len(front.tokenizer.encode(text, add_special_tokens=False))
+
+
 class ReplyOutput(Part[None]):
-    __slots__ = ("_events", "_keep", "_scanner", "visible")
+    __slots__ = ("_count", "_events", "_keep", "_reasoning_tokens", "_scanner", "_uncounted", "_waiting", "visible")
 
     def __init__(
-        self, scanner: ReplyScanner, visible: frozenset[str], keep: Callable[[Reply, Sequence[int]], None]
+        self,
+        scanner: ReplyScanner,
+        visible: frozenset[str],
+        keep: Callable[[Reply, Sequence[int]], None],
+        count: Callable[[str], int],
     ) -> None:
         self._scanner, self.visible = scanner, visible
+        self._count = count  # the tokens of a text
+        self._reasoning_tokens = self._waiting = 0
+        self._uncounted: list[str] = []  # reasoning of so many characters that wait to be counted
         self._keep = keep  # takes a reply that its model has ended, and its tokens
         self._events: list[ReplyEvent] = []
 
@@ -69,10 +92,22 @@ class ReplyOutput(Part[None]):
         events = self._scanner.feed(text)
         events += self._scanner.finish() if reason is not None else ()
         self._events += events
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                self._uncounted.append(event.text)
+                self._waiting += len(event.text)
+        if self._waiting >= _COUNTED:
+            self._count_reasoning()
         return {"events": tuple(events)}
+
+    def _count_reasoning(self) -> None:
+        self._reasoning_tokens += self._count("".join(self._uncounted))
+        self._uncounted, self._waiting = [], 0
 
     def completion(self, end: SequenceEnd) -> Fields:
         reply = fold(self._events)
         if end.reason is FinishReason.EOS:
             self._keep(reply, end.tokens[:-1])
-        return {"reply": reply}
+        if self._waiting:
+            self._count_reasoning()
+        return {"reply": reply, "reasoning_tokens": self._reasoning_tokens}

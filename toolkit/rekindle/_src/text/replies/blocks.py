@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from rekindle._src.text.replies.call import (
     close,
     take,
 )
-from rekindle._src.text.replies.call_grammar import escaped, literal, mark
+from rekindle._src.text.replies.call_grammar import literal, mark
 
 ReadOne = Callable[[Calls, bool], Reading[None]]  # reads what follows the mark of a call; True: of a tool's only
 
@@ -129,29 +129,6 @@ class CallText:
             text = value if is_text else json.dumps(value, ensure_ascii=False)
             values.append(f"{before.replace('{key}', key)}{text}{after.replace('{key}', key)}")
         return self.between_values.join(values)
-
-
-def thoughts_grammar(
-    opening: str, closing: str, markers: Iterable[str], token: Token, *, opened: bool, spaced: bool = True
-) -> str:
-    """Return rules for reasoning. The first is `thoughts`: any text up to its closing tag.
-
-    It has to come if the prompt has `opened` it; otherwise it may, from its opening tag on. Line breaks may follow
-    where it is `spaced`.
-    """
-    markers = sorted(marker for marker in markers if marker)
-    spelled = partial(_spelled, markers, token)
-    places = [closing.find(marker) for marker in markers if token(marker) is not None and marker in closing]
-    end = min(places, default=len(closing))
-    space = "thoughts_space: /[ \\n]*/" if spaced else 'thoughts_space: ""'
-    if end < len(closing):
-        until = f"thoughts_text: /(?s:.*){escaped(closing[:end])}/"
-        inner = f"thoughts_text {spelled(closing[end:])} thoughts_space"
-    else:
-        until = f"thoughts_text[suffix={literal(closing)}]: /(?s:.*)/"
-        inner = "thoughts_text thoughts_space"
-    rule = inner if opened else f"({spelled(opening)} {inner})?"
-    return "\n".join([f"thoughts: {rule}", until, space])
 
 
 def _named(text: str, name: str) -> str:

@@ -14,11 +14,8 @@ Schema = Mapping[str, Any]
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool, before: str = "") -> str:
-    """Return the grammar of one call of these tools, or of `several`, in the syntax of a family.
-
-    `before` has rules for the text before the first call, of which the first is `thoughts`.
-    """
+def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
+    """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
     form = syntax.form(token)
     rules = []
     for index, tool in enumerate(tools):
@@ -33,9 +30,7 @@ def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, s
             rules += _values(index, schema, form, tagged=TAGGED in call)
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     more = f"({form.between} call)*" if several and syntax.several else ""
-    first = "thoughts" if before else ""
-    start = f"start: {first} {form.begins} call {more} {form.ends}".rstrip()
-    return "\n".join([start, *rules, *([before] if before else [])])
+    return "\n".join([f"start: {form.begins} call {more} {form.ends}".rstrip(), *rules])
 
 
 def literal(text: str) -> str:

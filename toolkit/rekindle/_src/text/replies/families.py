@@ -428,6 +428,7 @@ FAMILIES = (
     ReplyFamily(LFM2),
     ReplyFamily(SOLAR, ("<|think|>", "<|end|>"), ReplyMarks(
         noise=("<|begin|>assistant", "<|end|>"), text_begins=("<|content|>",), tokens=("<|begin|>",),
+        bridge="<|begin|>assistant",
     )),
     ReplyFamily(MINICPM5),
     ReplyFamily(FUNCTIONARY31),

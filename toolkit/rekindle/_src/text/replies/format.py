@@ -16,11 +16,10 @@ from typing import Any
 
 from rekindle._src.core.contracts import TemplateLike
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.blocks import thoughts_grammar
-from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, Token, check_arguments, known_tools
+from rekindle._src.text.replies.call import SPACE, CallSyntax, NamedArguments, check_arguments, known_tools
 from rekindle._src.text.replies.families import FAMILIES, HERMES
-from rekindle._src.text.replies.harmony import REASONING_OF, SCANNERS, HarmonyScanner
-from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags
+from rekindle._src.text.replies.harmony import LEAD_OF, SCANNERS, THOUGHTS_OF, HarmonyScanner
+from rekindle._src.text.replies.marks import NO_MARKS, ReplyMarks, Tags, Thoughts
 from rekindle._src.text.replies.response_template import ResponseTemplate
 from rekindle._src.text.replies.scanner import ReplyScanner
 from rekindle._src.text.replies.template_scanner import TemplateScanner
@@ -52,8 +51,9 @@ class ReplyFormat:
         marks = family.marks
         wraps = tuple(wrap for wrap in family.wraps if template.writes(wrap[1]))
         noise = tuple(mark for mark in SPELLED_ENDS if template.writes(mark))
-        if wraps or noise:
-            marks = dataclasses.replace(marks, wraps=wraps, noise=marks.noise + noise)
+        begins = tuple(sorted(marks.text_begins, key=lambda text: not template.writes(text)))
+        if wraps or noise or begins != marks.text_begins:
+            marks = dataclasses.replace(marks, wraps=wraps, noise=marks.noise + noise, text_begins=begins)
         return cls(family.calls, family.reasoning or tags, marks)
 
     @classmethod
@@ -91,25 +91,37 @@ class ReplyFormat:
             markers.update(self.calls.markers)
         return frozenset(markers)
 
-    def marks_of_thoughts(self) -> tuple[str, ...]:
-        """Return the texts of reasoning's tags that may be special tokens."""
-        tokens = self.marks.tokens
-        return (*tokens, *(tag for tag in self.reasoning or () if not any(token in tag for token in tokens)))
+    @property
+    def thoughts(self) -> Thoughts | None:
+        """The texts around reasoning; None if the family marks none."""
+        if self.calls is not None and self.in_channels:
+            return THOUGHTS_OF[self.calls.name]
+        if self.reasoning is None:
+            return None
+        return Thoughts(*self.reasoning, self.marks.bridge, self.marks.anywhere)
+
+    @property
+    def lead(self) -> str:
+        """The text that an answer begins with."""
+        if self.calls is not None and self.in_channels:
+            return LEAD_OF[self.calls.name]
+        return self.marks.text_begins[0] if self.marks.text_begins else ""
 
     def opens_reasoning(self, prompt: str) -> bool:
         """True if a prompt ends inside of reasoning, because its template opens the tag for the model."""
-        if self.reasoning is None:
+        thoughts = self.thoughts
+        if thoughts is None:
             return False
         end = prompt.rstrip(SPACE)
         if self.marks.header:
             end = end.removesuffix(self.marks.header)
-        return end.endswith(self.reasoning[0].rstrip(SPACE))
+        return end.endswith(thoughts.opening.rstrip(SPACE))
 
     def thinks_after(self, prompt: str, continued: str | None) -> bool | None:
         """True if a reply begins inside of reasoning, False if that is past; None if it may begin with it."""
-        if self.reasoning is None:
+        if self.thoughts is None:
             return None
-        opening, closing = self.reasoning
+        opening, closing, *_ = self.thoughts
         if continued is not None:
             return is_open(continued, opening, closing) or (False if continued.strip() else None)
         if self.opens_reasoning(prompt):
@@ -168,22 +180,7 @@ class ReplyPlan:
     format: ReplyFormat
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; without them no calls are recognized
     continued: str | None = None  # the last message, if the reply goes on with it
-    thinks: bool | None = None  # the reply begins inside of reasoning; None if it may begin with it
     pieces: bool = False  # calls are emitted while they arrive
-
-    def before_calls(self, token: Token) -> str:
-        """Return the grammar of what a reply may begin with that has to call a tool: its reasoning."""
-        format = self.format
-        if self.thinks is False:
-            return ""
-        if format.calls is not None and format.in_channels:
-            tags = REASONING_OF[format.calls.name]
-            return thoughts_grammar(*tags, format.calls.markers, token, opened=False, spaced=False)
-        if format.reasoning is None:
-            return ""
-        opening, closing = format.reasoning
-        opening += f"{format.marks.header}\n" if format.marks.header else ""
-        return thoughts_grammar(opening, closing, format.marks_of_thoughts(), token, opened=bool(self.thinks))
 
     @property
     def visible(self) -> frozenset[str]:

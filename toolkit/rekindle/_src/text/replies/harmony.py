@@ -38,6 +38,7 @@ from rekindle._src.text.replies.call import (
 )
 from rekindle._src.text.replies.call_grammar import literal, mark
 from rekindle._src.text.replies.json_reader import read_arguments
+from rekindle._src.text.replies.marks import Thoughts
 from rekindle._src.text.replies.readers import tagged
 from rekindle._src.text.replies.scanner import ReplyScanner
 from rekindle._src.text.replies.tag_reader import CallTags
@@ -255,7 +256,8 @@ MUSE = CallSyntax(
 )  # fmt: skip
 SCANNERS: dict[str, type[HarmonyScanner]] = {"harmony": HarmonyScanner, "muse": MuseScanner}
 # Tags around a message of reasoning that others follow.
-REASONING_OF = {
-    "harmony": (f"{CHANNEL}analysis{MESSAGE}", f"<|end|>{START}assistant"),
-    "muse": (f" to=self{MESSAGE}", f"<|eom|>{START}assistant"),
+THOUGHTS_OF = {
+    "harmony": Thoughts(f"{CHANNEL}analysis{MESSAGE}", "<|end|>", f"{START}assistant", again=True),
+    "muse": Thoughts(f" to=self{MESSAGE}", "<|eom|>", f"{START}assistant", again=True),
 }
+LEAD_OF = {"harmony": f"{CHANNEL}final{MESSAGE}", "muse": f" to=user{MESSAGE}"}  # of answers

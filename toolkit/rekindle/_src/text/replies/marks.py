@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 Tags = tuple[str, str]
+
+
+class Thoughts(NamedTuple):
+    """The texts around a reply's reasoning."""
+
+    opening: str
+    closing: str
+    bridge: str = ""  # between reasoning and whatever follows it
+    again: bool = False  # it may also come later
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -18,6 +28,7 @@ class ReplyMarks:
     anywhere: bool = False  # reasoning may also follow text
     ended_by_calls: bool = False  # a call ends reasoning at once, whatever follows it
     prefixes: tuple[str, ...] = ()  # a prompt may end with them, and the reply goes on from there
+    bridge: str = ""  # between reasoning and whatever follows it
     tokens: tuple[str, ...] = ()  # more special tokens that these and the calls consist of
 
     @property
