@@ -77,6 +77,7 @@ BOUNDS: list[Bound] = [
 ]
 
 OTHERS: dict[str, dict[str, Other]] = {
+    "calls/chat_prompt.py": {"MAX_BUDGET": OURS, "MAX_MESSAGE": OURS},
     "calls/chats.py": {"MAX_ROUNDS": OURS},
     "calls/conversation.py": {"MOST_PICTURES": OURS, "MOST_BYTES": OURS},
     "calls/rows.py": {"_LONGEST_ERROR": SHOWN},
