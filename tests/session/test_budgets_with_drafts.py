@@ -28,12 +28,12 @@ def replies(budget: int, **options: Any) -> list[tuple[int, ...]]:
         for one in done:
             assert "</think>" in one.text or len(one.token_ids) <= budget, one.text
             assert one.usage.reasoning_tokens <= budget
+        stats = session.stats()
+        assert (stats.accepted_tokens > 0) == (options["drafts"] != "none")
         return [one.token_ids for one in done]
 
 
 @pytest.mark.parametrize("budget", [0, 7])
-def test_drafts_and_preemption_change_no_token(budget: int) -> None:
+def test_drafts_change_no_token(budget: int) -> None:
     alone = replies(budget, drafts="none")
     assert replies(budget, drafts="suffix") == alone
-    # There is room for about two of them at a time, so that others are preempted.
-    assert replies(budget, drafts="none", device_pages=14, page_size=16) == alone
