@@ -36,8 +36,9 @@ def test_names_tell_which_kernel_they_are_of(code: bytes) -> None:
 
 
 KINDS = (
-    "addkeys", "chain", "rope", "norm", "argmax", "sample", "write_bfloat16", "matvec_float32", "matvec_int8",
-    "gemm_bfloat16", "gemm_float32", "gemm_int8", "prefill_float32_64", "prefill_bfloat16_64", "decode_float32_64",
+    "addkeys_float32", "addkeys_bfloat16", "chain", "rope", "norm", "argmax", "sample", "write_bfloat16",
+    "matvec_float32", "matvec_int8", "gemm_bfloat16", "gemm_float32", "gemm_int8", "prefill_float32_64",
+    "prefill_bfloat16_64", "decode_float32_64",
 )  # fmt: skip
 
 

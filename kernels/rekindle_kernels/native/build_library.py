@@ -100,7 +100,11 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     """Return the names of all kernels that models of these head sizes use, the likeliest first."""
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
-        dtypes: tuple[str, ...] = kernel_table.WRITTEN if spec is kernel_table.WRITE_KV else kernel_table.DTYPES
+        dtypes: tuple[str, ...] = kernel_table.DTYPES
+        if spec is kernel_table.WRITE_KV:
+            dtypes = kernel_table.WRITTEN
+        if spec is kernel_table.ADD_KEYS:
+            dtypes = kernel_table.ADDED
         for stored, specs in (
             (int4_format.STORED, kernel_table.GROUPED),
             (int4_format.STORED_SMALLEST, kernel_table.GROUPED_SMALLEST),

@@ -269,7 +269,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ARGMAX: lambda kernel: sample.argmax_kernel(),
     table.SAMPLE: lambda kernel: sample.sample_kernel(),
     table.GATE: lambda kernel: sample.gate_kernel(),
-    table.ADD_KEYS: lambda kernel: added_keys.kernel(),
+    table.ADD_KEYS: lambda kernel: added_keys.kernel(kernel.dtype),
     table.CONVOLUTION: lambda kernel: recurrence.convolution_kernel(),
     table.GATED_DELTA: lambda kernel: recurrence.delta_kernel(),
     table.SELECTIVE_SCAN: lambda kernel: recurrence.scan_kernel(),

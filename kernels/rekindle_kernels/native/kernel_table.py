@@ -141,6 +141,7 @@ DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
 DTYPES = ("bfloat16", "float32", "float16", "int8")  # of matrices and pages, the likeliest first
 ADAPTED = DTYPES[:3]  # of adapters
 WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
+ADDED = DTYPES[:2]  # of heads whose keys come block after block
 
 
 # Rows times a matrix. `rows` says which rows are computed: the first `before`, and those after the next `gap`. Results
@@ -324,15 +325,16 @@ PREFILL = KernelSpec(
 
 # Attention in both directions to a block of keys: their values, by their weights, are added to the sums of all blocks
 # before. Query i sees the keys from starts[i] to stops[i], which may lie outside of the block.
+# With `amx` 1 the processor has these instructions.
 ADD_KEYS = KernelSpec(
     "addkeys",
     operands=(
         Operand("most", "H M 1"),
         Operand("total", "H M 1"),
         Operand("weighed", "H M D"),
-        Operand("q", "H M D"),
-        Operand("k", "H N D"),
-        Operand("v", "H N D"),
+        Operand("q", "H M D", dtype=None),
+        Operand("k", "H N D", dtype=None),
+        Operand("v", "H N D", dtype=None),
         Operand("starts", "M", "int32"),
         Operand("stops", "M", "int32"),
     ),
@@ -341,7 +343,8 @@ ADD_KEYS = KernelSpec(
         Result("total_now", "H M 1", into="total"),
         Result("weighed_now", "H M D", into="weighed"),
     ),
-    settings={"scale": "float32"},
+    settings={"scale": "float32", "amx": "int32"},
+    parameters=DTYPE,
 )
 
 # Layers with states. A step's sequences are those of attention: `lens`, `ends` and `prompts` say whose its tokens are,

@@ -24,7 +24,7 @@ NEVER = -1e30  # a score that has no weight; finite, so that rows without any ke
 class AttentionSums(NamedTuple):
     """The softmax of queries over the keys so far, float32."""
 
-    most: Array  # [H, M, 1]: the largest score
+    most: Array  # [H, M, 1]: the score that weights are relative to, in a unit of the implementation's
     total: Array  # [H, M, 1]: the sum of weights
     weighed: Array  # [H, M, D]: values by their weights
 

@@ -220,7 +220,7 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     """
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
-    product, row_vector, _ = products(paired)
+    product, row_vector = products(paired)
     softmax_row = softmax_function(paired)
     by_keys, by_values = amx_products(D) if tiled else (None, None)
 

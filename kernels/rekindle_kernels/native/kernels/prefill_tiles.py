@@ -102,8 +102,8 @@ def add_product_of_floats(a: Any, b: Any, c: Any) -> Any:
 
 
 def products(paired: bool) -> Any:
-    """Return `product` of four rows with four vectors, `row_vector` of one row with one vector and `by_vector` of four
-    rows with one, in words of two bfloat16 or of one float32."""
+    """Return `product` of four rows with four vectors, and `row_vector` of one row with one vector, in words of two
+    bfloat16 or of one float32."""
     add_product = add_pairs if paired else add_product_of_floats
     wide = has_feature("avx512f") or paired  # else sixteen registers of half the size, or on Arm 32 of a quarter
 
@@ -173,7 +173,7 @@ def products(paired: bool) -> Any:
             x = add_product(x, load_f32(b, i * b_step), splat(f32(a, i)))
         store(c, 0, x)
 
-    return product if wide else product_by_vectors, row_vector, by_vector
+    return product if wide else product_by_vectors, row_vector
 
 
 # The products of `prefill` by AMX: sixteen rows of queries times a tile of keys, and their weights times its values.

@@ -95,6 +95,48 @@ def times_power_of_two(builder: Any, a: Any, exponent: Any) -> Any:
     return emit(builder, a, exponent, a, all_lanes, as_ever)
 
 
+# 2^x on [0, 1) as 1 + x · (…), with 2 at 1, highest power first: to one part in 9,000, and to half of a float32's last
+# place.
+_ROUGH = (0.07826796067994811, 0.22630769399179373, 0.6954243453282581, 1.0)
+_EXACT = (
+    0.00021715022550660077, 0.0012440877770141124, 0.009678063818684616, 0.055484152492264, 0.2402295132862653,
+    0.6931470324002653, 1.0,
+)  # fmt: skip
+
+
+def _power(coefficients: Sequence[float]) -> Any:
+    """Return an operation: 2 to the power of a vector, in fewer instructions than AVX2 has for it."""
+
+    @emits(VECTOR, VECTOR)
+    def power(builder: Any, x: Any) -> Any:
+        mask, integer = ir.IntType(16), ir.IntType(32)
+        all_lanes, as_ever, below = ir.Constant(mask, -1), ir.Constant(integer, 4), ir.Constant(integer, 1)
+        reduced = llvm_call("llvm.x86.avx512.mask.reduce.ps.512", FLOATS, FLOATS, integer, FLOATS, mask, integer)
+        fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
+        scale = llvm_call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, FLOATS, FLOATS, FLOATS, mask, integer)
+        rest = reduced(builder, x, below, x, all_lanes, as_ever)  # x less the integer below it, which `scale` takes
+        curve, *others = (ir.Constant(FLOATS, [number] * LANES) for number in coefficients)
+        for number in others:
+            curve = fma(builder, curve, rest, number)
+        return scale(builder, curve, x, curve, all_lanes, as_ever)
+
+    return power
+
+
+# Both are 1 at 0, and 0 however far below the range of numbers. `rough_power` is for weights of eight bits.
+power_of_floats, rough_power = _power(_EXACT), _power(_ROUGH)
+
+
+@emits(VECTOR, VECTOR, VECTOR)
+def join_rounded(builder: Any, a: Any, b: Any) -> Any:
+    """Return words of two numbers rounded to bfloat16: `a` is in the low half. Ties are rounded up."""
+    half = ir.Constant(_INTS, [0x8000] * LANES)
+    low, high = (builder.add(builder.bitcast(x, _INTS), half) for x in (a, b))
+    low = builder.lshr(low, ir.Constant(_INTS, [16] * LANES))
+    high = builder.and_(high, ir.Constant(_INTS, [-65536] * LANES))
+    return builder.bitcast(builder.or_(low, high), FLOATS)
+
+
 @emits(VECTOR, types.int64, types.int64, types.int64)
 def load_interleaved(builder: Any, a: Any, b: Any, index: Any) -> Any:
     """Return sixteen two-byte elements of each of two rows, with a's elements in the low halves of the words."""

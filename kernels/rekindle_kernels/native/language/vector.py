@@ -234,6 +234,16 @@ def store_bf16(builder: Any, address: Any, index: Any, value: Any) -> None:
     builder.store(stored, builder.bitcast(pointer, narrow.as_pointer()), align=1)
 
 
+@emits(VECTOR, types.int64, types.int64, types.int64)
+def load_distances(builder: Any, address: Any, index: Any, origin: Any) -> Any:
+    """Return how far sixteen int32 are above an integer, as float32."""
+    pointer = builder.gep(builder.inttoptr(address, ir.IntType(32).as_pointer()), [index])
+    stored = builder.load(builder.bitcast(pointer, _WORDS.as_pointer()), align=4)
+    one = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), builder.trunc(origin, ir.IntType(32)), WORD(0))
+    everywhere = builder.shuffle_vector(one, ir.Constant(_WORDS, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
+    return builder.sitofp(builder.sub(stored, everywhere), FLOATS)
+
+
 @emits(VECTOR, types.int64, VECTOR, VECTOR)
 def where_bits(builder: Any, bits: Any, value: Any, otherwise: Any) -> Any:
     """Return the lanes of `value` where a bit is 1, and the lanes of `otherwise` elsewhere; the lowest bit is for the
