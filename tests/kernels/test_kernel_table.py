@@ -30,7 +30,16 @@ def test_no_two_kernels_have_one_entry() -> None:
 
 
 def test_settings_are_read_as_they_were_packed() -> None:
-    values = {"decode_rows": 3, "window": 7, "scale": 0.5, "soft_cap": 0, "queries": 16, "together": 1, "amx": 1}
+    values = {
+        "decode_rows": 3,
+        "window": 7,
+        "scale": 0.5,
+        "soft_cap": 0,
+        "queries": 16,
+        "together": 1,
+        "amx": 1,
+        "ahead": 9,
+    }
     packed = PREFILL.pack_settings(PREFILL.present_bit("sinks") | PREFILL.present_bit("decoded"), values)
     assert packed[PREFILL.setting_index("decode_rows")] == 3 and packed[PREFILL.setting_index("queries")] == 16
     assert packed.view("float32")[PREFILL.setting_index("scale")] == 0.5

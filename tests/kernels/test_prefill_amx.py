@@ -20,13 +20,15 @@ CASES = [
     Case("odd_group", prefill=((70, 70),), heads=15, kv_heads=5, head_dim=64, kv_dtype="bfloat16"),
     Case("wide", prefill=((33, 140),), head_dim=128, kv_dtype="bfloat16", sinks=True),
     Case("narrow", prefill=((90, 131),), head_dim=32, kv_dtype="bfloat16", sliding_window=40, soft_cap=5.0),
+    Case("both_ways", prefill=((140, 140), (33, 33)), head_dim=64, kv_dtype="bfloat16", causal=False),
+    Case("near_both_ways", prefill=((200, 200),), head_dim=64, kv_dtype="bfloat16", sliding_window=40, causal=False),
 ]
 
 
 @pytest.mark.parametrize("amx", [False, pytest.param(True, marks=pytest.mark.skipif(not there, reason="no AMX"))])
 @pytest.mark.parametrize(
     "case",
-    by_default(CASES, lambda case: case.name in ("long", "odd_group", "narrow")),
+    by_default(CASES, lambda case: case.name in ("long", "odd_group", "narrow", "both_ways")),
     ids=lambda case: case.name,
 )
 def test_results_are_those_of_the_reference(case: Case, amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ FAR = 1024  # where there are pieces enough for all threads without cutting
 FEW = 16  # rows x kv heads
 ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
 LANES = 16  # numbers of a vector
+FURTHEST = 1 << 30  # keys, more than any sequence has
 
 
 def write(kv: LayerKV, k: Array, v: Array, page_ids: Array, offsets: Array) -> LayerKV:
@@ -128,7 +129,8 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
         prompts = {
             "ends": inputs.cu_q_lens, "prompts": inputs.num_prefills, "decoded": out, "unread": inputs.unread,
         }  # fmt: skip
-        settings |= {"queries": queries, "together": deterministic, "amx": has_amx()}
+        ahead = 0 if options.causal else (options.sliding_window or FURTHEST) - 1
+        settings |= {"queries": queries, "together": deterministic, "amx": has_amx(), "ahead": ahead}
         (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, settings)
     assert out is not None, "a step without tokens"
     return out.astype(q.dtype)
@@ -143,8 +145,8 @@ def supports(wanted: AttentionCall) -> str | None:
     """Why attention can't be native."""
     if wanted.kv_dtype.name not in DTYPES:
         return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
-    if not wanted.causal:
-        return "queries see the keys after them"
+    if wanted.sees:
+        return "the parts of a picture see each other"
     if wanted.value_size is not None:
         return "values are a part of the keys"
     if wanted.head_dim % LANES:

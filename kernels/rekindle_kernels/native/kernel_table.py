@@ -309,6 +309,7 @@ DECODE = KernelSpec(
 # `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
 # `together` is 1 where the kernel takes the rows that decode too, `amx` where the processor has these instructions.
 # The first `unread` tokens of the first prompt have undefined results, since no later operation uses them.
+# A query sees the `ahead` keys after its own, too, as far as there are any.
 PREFILL = KernelSpec(
     "prefill",
     operands=(
@@ -319,7 +320,7 @@ PREFILL = KernelSpec(
         Operand("unread", "", "int32", optional=True, behind=True),
     ),
     results=(Result("out", "T H D", into="decoded"),),
-    settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32", "amx": "int32"},
+    settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32", "amx": "int32", "ahead": "int32"},
     parameters=DTYPE_AND_HEAD_DIM,
 )
 

@@ -176,6 +176,7 @@ class AttentionCall:
     deterministic: bool = False
     value_size: int | None = None
     causal: bool = True  # no query sees the keys after it
+    sees: bool = False  # some see as many of them as `AttentionInputs.sees` says
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
@@ -200,6 +201,7 @@ class AttentionCall:
             deterministic=options.deterministic,
             value_size=options.value_size,
             causal=options.causal and inputs.sees is None,
+            sees=inputs.sees is not None,
         )
 
 

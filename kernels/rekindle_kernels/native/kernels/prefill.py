@@ -64,6 +64,7 @@ JOB = job_layout(
         "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "unit": "rows that are multiplied together",
+        "ahead": "keys after its own that a query sees",
     },
     f"{PLAIN} tiles",
     numbers=NUMBERS,
@@ -227,11 +228,11 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     @jit
     def weigh(job: Any, tile: PromptTile, scratch: Scratch, first: int, end: int, key: int) -> None:
         """Turn logits of rows into weights."""
-        G, window = job.heads // job.kv_heads, job.window
+        G, window, length = job.heads // job.kv_heads, job.window, length_of(job, tile.s)
         for i in range(first, end):
             sees = tile.position + min(i, tile.rows - 1) // G
             low = max(0, sees - window + 1 - key) if window > 0 else 0
-            high = max(low, min(KEYS, sees + 1 - key))
+            high = max(low, min(KEYS, min(sees + 1 + job.ahead, length) - key))
             softmax_row(
                 job,
                 scratch.logits + i * KEYS * 4,
@@ -305,7 +306,7 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
         G, window = job.heads // job.kv_heads, job.window
         scratch = scratch_of(tile.padded, D)
         start(job, tile, scratch)
-        last = min(length_of(job, tile.s), tile.position + tile.rows // G)
+        last = min(length_of(job, tile.s), tile.position + tile.rows // G + job.ahead)
         first = max(0, tile.position - window + 1) if window > 0 else 0
         shapes, unit = 0, job.unit
         if tiled and unit > 4:
@@ -315,7 +316,7 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
             load(job, tile.s, tile.k, key, first, last, scratch.keys, scratch.values)
             for number in range(tile.padded // unit):
                 m = number * unit
-                if key > tile.position + min(tile.rows - 1, m + unit - 1) // G:
+                if key > tile.position + min(tile.rows - 1, m + unit - 1) // G + job.ahead:
                     continue  # none of them sees it
                 attend(job, tile, scratch, m, key)
         if tiled and unit > 4:
