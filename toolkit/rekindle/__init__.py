@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from rekindle._src.calls.tool_functions import ToolLike
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
     from rekindle._src.capabilities.captures.custom import Tap, TapContext
+    from rekindle._src.capabilities.gradients.request import Objective, logit_difference, logprob
     from rekindle._src.core.captured import Captured
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
@@ -90,6 +91,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
+    from rekindle._src.session.gradients import Gradients
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.pausing import SleepReport
     from rekindle._src.session.session import Session
@@ -106,6 +108,7 @@ _LAZY = {
         "calls.rows": ("RowAnswer", "RowAnswers", "RowMap"),
         "calls.tool_functions": ("ToolLike",),
         "calls.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
+        "capabilities.gradients.request": ("Objective", "logit_difference", "logprob"),
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
         "core.repetition": ("Repetition",),
@@ -131,6 +134,7 @@ _LAZY = {
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
+        "session.gradients": ("Gradients",),
         "session.opening": ("Opening", "open", "open_sync"),
         "session.pausing": ("SleepReport",),
         "session.session": ("Session",),
@@ -144,19 +148,19 @@ __version__ = VERSION
 __all__ = [
     "AllowedTokens", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Call", "Capture", "Captured",
     "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta", "Conversation", "DeviceMesh",
-    "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Handle",
-    "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra",
-    "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages",
-    "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike",
-    "PromptTooLong", "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats",
-    "Reply", "ReplyEvent", "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch",
-    "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport",
-    "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats",
-    "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport",
-    "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall",
-    "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Turn",
-    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "models", "open", "open_sync", "ray",
-    "serve", "tiny",
+    "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients",
+    "Handle", "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport",
+    "MissingExtra", "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening",
+    "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused",
+    "ProgramReport", "PromptLike", "PromptTooLong", "QueueFull", "ReasoningDelta", "RekindleError", "Repetition",
+    "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent", "RequestAborted", "RequestFailed", "RequestQuarantined",
+    "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling",
+    "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed",
+    "SessionForked", "SessionStats", "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer",
+    "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings",
+    "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike",
+    "ToolLoop", "ToolRun", "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models",
+    "logit_difference", "logprob", "models", "open", "open_sync", "ray", "serve", "tiny",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rekindle._src.capabilities.adapters import AdaptersEntry
 from rekindle._src.capabilities.captures import CapturesEntry
 from rekindle._src.capabilities.entry import CapabilityEntry
+from rekindle._src.capabilities.gradients import GradientsEntry
 from rekindle._src.capabilities.guides import GuidesEntry
 from rekindle._src.capabilities.options import OptionsEntry, PriorityEntry
 from rekindle._src.capabilities.pictures import PicturesEntry
@@ -32,6 +33,7 @@ ENTRIES: tuple[CapabilityEntry, ...] = (
     ScoresEntry(),
     GuidesEntry(),
     RepliesEntry(),
+    GradientsEntry(),
 )
 
 

@@ -33,7 +33,10 @@ from rekindle._src.models.roles import LeafParts
 from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
+    from flax import nnx
+
     from rekindle._src.models.nn.forward import Attend, ForwardPass, RopeTables
+    from rekindle._src.models.nn.linear import Products
 
 
 class ShapeLike(Protocol):
@@ -296,8 +299,11 @@ def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.tree.leaves(state))
 
 
-def merge(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> Model:
-    """Return the module of a graph and its leaves (arrays or tracers), with these deltas added to its matrices."""
+def merge(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS, products: Products | None = None) -> Model:
+    """Return the module of a graph and its leaves (arrays or tracers), with these deltas added to its matrices.
+
+    With `products`, they compute the products of its matrices.
+    """
     from flax import nnx
 
     definition, state = _split(graph.config, graph.precision)
@@ -308,6 +314,12 @@ def merge(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> 
             matrix = matrix[int(name)] if name.isdecimal() else getattr(matrix, name)
         assert hasattr(matrix, "delta"), f"{path} declares no delta"
         matrix.delta = delta
+    if products is not None:
+        from rekindle._src.models.nn import linear
+
+        for path, matrix in linear.matrices(cast("nnx.Module", model)).items():
+            if not path.endswith("router"):  # it is in float32 in any case
+                matrix.products = products
     return cast(Model, model)
 
 

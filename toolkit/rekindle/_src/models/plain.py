@@ -94,15 +94,15 @@ class AttendOwn:
     def __init__(self, config: ModelConfig, attention: Callable[..., Array]) -> None:
         self._config, self._attention = config, attention
         self._shared = {cache.layer for cache in config.pages if isinstance(cache, SharedWith)}
-        self._kept: dict[int, tuple[Array, Array]] = {}
+        self.kept: dict[int, tuple[Array, Array]] = {}  # keys and values of layers that others share
 
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
         if k is None:
-            keys, values = self._kept[self._config.source(layer)]
+            keys, values = self.kept[self._config.source(layer)]
         else:
             keys, values = k, k[..., : self._config.pages_of(layer).value_size] if v is None else v
         if layer in self._shared:
-            self._kept[layer] = keys, values
+            self.kept[layer] = keys, values
         return self._attention(q, keys, values, self._config.attention[layer], sinks)
 
 

@@ -8,7 +8,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, cast
@@ -49,10 +49,14 @@ from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 if TYPE_CHECKING:
     import jax.typing
 
+    from rekindle._src.capabilities.gradients.request import Objective, ObjectiveFunction
+    from rekindle._src.core.captured import Captured
+    from rekindle._src.core.taps import SteerLike
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
+    from rekindle._src.session.gradients import Gradients
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 
 
@@ -385,6 +389,34 @@ class Session(OpenModel, RolloutRequests):
         except ValueError as error:
             fix = "Open it without quantize, or a file of integers as floats: rekindle export FILE FOLDER --type f32"
             raise InvalidRequest("session", repr(self), f"can't be trained: {error}", fix) from None
+
+    def gradients(
+        self,
+        prompt: PromptLike,
+        *,
+        of: Objective | ObjectiveFunction,
+        at: Mapping[str, object],
+        steer: SteerLike | Sequence[SteerLike] = (),
+        patch: Captured | None = None,
+    ) -> Call[Gradients]:
+        """Await it for the gradients of a number at sites inside the model, a line for each token of the prompt.
+
+            g = await session.gradients(prompt, of=rekindle.logprob(" Paris"), at={"residual": [4, 8]})
+            g["residual", 8]    # float32 [tokens, hidden]
+
+        `of` is `rekindle.logprob(token)`, `rekindle.logit_difference(token, other)`, or a pure JAX function of the
+        logits [tokens, vocabulary] and of the arrays at the sites, by the keys of the result, that returns one float.
+        `at` maps sites to layers as in `Capture`, and has "embedding" in addition: `{"embedding": True}`. The gradient
+        is that of zeros added at each site. `steer` and `patch` are the options of `generate`.
+
+        The whole prompt is computed in float32 with the session's weights, whatever they are stored in: 8 and 4 bits
+        are widened matrix by matrix, and rows are not rounded. Layers are computed again in the backward pass, which
+        bounds the memory. It runs between two steps, so that streams pause for its time. A program serves prompts up
+        to its length, a power of two, and is stored; a function has one for each length.
+        """
+        from rekindle._src.session.gradients import gradients  # a first text needs none of it
+
+        return Once(gradients, self._client, prompt, of, at, steer, patch, name="gradients")
 
     # Adapters, and sleep.
 

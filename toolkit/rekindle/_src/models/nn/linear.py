@@ -95,9 +95,35 @@ def norm_rows(
     return normed.reshape(x.shape)
 
 
+class Products:
+    """The products of rows with stored matrices, by the kernels. A trace may have others; see `merge`."""
+
+    def linear(self, x: Array, matrix: Matrix, count: Array | None, options: LinearOptions, **more: Any) -> Array:
+        """Compute `rekindle_kernels.linear` of x and a matrix."""
+        weight, scale, minimum = matrix.arrays
+        return rekindle_kernels.linear(
+            x,
+            weight,
+            scale=scale,
+            minimum=minimum,
+            count=count,
+            options=options,
+            implementation=matrix.implementation,
+            **more,
+        )
+
+    def grouped(self, x: Array, stack: Matrix, sizes: Array) -> Array | None:
+        """Compute rows sorted by expert times a stack, in another way than the stack itself; None if there is none."""
+        return None
+
+
+KERNELS = Products()
+
+
 class Matrix(nnx.Module):
     """A stored matrix, or a stack of them, one per expert."""
 
+    products: Products = KERNELS  # of one trace
     part: str | None = None  # the part of the model, for a plan that quantises some parts; None: by the path
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
@@ -247,16 +273,12 @@ def linear(
     With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows after the first `count`
     are undefined.
     """
-    weight, scale, minimum = matrix.arrays
-    return rekindle_kernels.linear(
+    return matrix.products.linear(
         x,
-        weight,
-        scale=scale,
-        minimum=minimum,
+        matrix,
+        count,
+        LinearOptions(matrix.quantize, gate, 0.0 if norm is None else norm.eps, matrix.deterministic),
         norm=None if norm is None else norm.weight[...],
         residual=residual,
-        count=count,
-        options=LinearOptions(matrix.quantize, gate, 0.0 if norm is None else norm.eps, matrix.deterministic),
         dtype=dtype,
-        implementation=matrix.implementation,
     )

@@ -71,7 +71,8 @@ class Stack(Matrix):
 
     def grouped(self, x: Array, sizes: Array) -> Array:
         """Compute x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
-        y = self._grouped(x, sizes)
+        other = self.products.grouped(x, self, sizes)
+        y = self._grouped(x, sizes) if other is None else other
         if self.bias is None:
             return y
         owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])

@@ -1,0 +1,93 @@
+"""Gradients of an open session: a prompt is checked, its program made in a thread, and run between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.gradients.owner import GRADIENTS, GradientResult
+from rekindle._src.capabilities.gradients.request import points_of, resolved
+from rekindle._src.capabilities.gradients.step import GradientKey, arguments_of, public_key, size_for
+from rekindle._src.core.captured import Captured
+from rekindle._src.core.records import IntArray
+from rekindle._src.core.tapped import RequestTaps
+from rekindle._src.core.taps import SteerLike
+from rekindle._src.dispatch.host import Host
+from rekindle._src.session.client import Client
+from rekindle.errors import CompileError, InvalidRequest, RequestAborted
+
+_ANOTHER = "Open a generating model on one device with rekindle.open"
+
+
+class Gradients(Captured):
+    """The gradients of a number at sites of the model, `gradients["residual", 8]`, a line for each prompt token.
+
+    `value` is the number. The other properties are those of `Captured`.
+    """
+
+    __slots__ = ("token_ids", "value")
+
+    def __init__(self, value: float, token_ids: IntArray, arrays: Mapping[Any, NDArray[Any]], layers: int) -> None:
+        super().__init__(np.arange(len(token_ids), dtype=np.int32), arrays, layers)
+        self.value: float = value
+        self.token_ids: tuple[int, ...] = tuple(int(token) for token in token_ids)
+
+
+async def gradients(
+    client: Client,
+    prompt: PromptLike,
+    of: object,
+    at: object,
+    steer: SteerLike | Sequence[SteerLike],
+    patch: Captured | None,
+) -> Gradients:
+    """Compute the gradients of a number of a prompt; see `Session.gradients`."""
+    client.host.check()
+    owner, facts, device = GRADIENTS.of(client.front), TAPS.of(client.front), client.engine.device
+    if owner is None or facts is None or not device.has_weights or client.front.embedder.alone:
+        raise InvalidRequest("session", client.front.model, "has no gradients", _ANOTHER)
+    request = client.keyed_request(prompt, steer=steer, patch=patch)
+    tokens, taps = request.token_ids, request.extensions.get(RequestTaps)
+    longest = client.front.config.max_model_len
+    assert longest is not None, "resolved"
+    if not 0 < len(tokens) <= longest:
+        raise InvalidRequest("prompt", f"{len(tokens)} tokens", f"must have 1 to {longest} tokens", "Pass another one")
+    if tokens.max() >= client.front.vocab_size:
+        fix = f"Pass ids below {client.front.vocab_size}"
+        raise InvalidRequest("prompt", int(tokens.max()), "is not a token id", fix)
+    objective = resolved(of, len(tokens), client.front.vocab_size, client.front.tokenizer)
+    exact = objective.function is not None
+    points, size = points_of(at, facts), size_for(len(tokens), exact=exact)
+    owner.check(size, whole=exact)
+    edits = () if taps is None else taps.edits
+    places = tuple(edit.place for edit in edits)
+    key = GradientKey(size, points, places, objective.difference, objective.function)
+    operands = arguments_of(tokens, objective, edits, facts.hidden_size, size)
+
+    def late(seconds: float) -> CompileError:
+        return CompileError(f"The program of a gradient was not made within {seconds:g} s. Pass a shorter prompt.")
+
+    program = await owner.threads.run(lambda wanted: owner.program(key), late)
+    wanted = [True]
+
+    def run() -> GradientResult:
+        if not wanted:
+            raise RequestAborted("the caller of a gradient has left")
+        _check_awake(client.host, client)
+        return owner.run(program, device.model, key, operands)
+
+    try:
+        value, arrays = await client.exclusive(run, lambda result: None)
+    finally:
+        wanted.clear()
+    return Gradients(value, tokens, {public_key(point): array for point, array in arrays.items()}, facts.layers)
+
+
+def _check_awake(host: Host, client: Client) -> None:
+    if client.asleep:
+        raise InvalidRequest("session", client.front.model, "sleeps", "Await session.wake() first")
