@@ -10,12 +10,12 @@ from numpy.typing import NDArray
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.capabilities.gradients.owner import GRADIENTS, GradientResult
 from rekindle._src.capabilities.gradients.request import points_of, resolved
 from rekindle._src.capabilities.gradients.step import GradientKey, arguments_of, public_key, size_for
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.records import IntArray
-from rekindle._src.core.tapped import RequestTaps
 from rekindle._src.core.taps import SteerLike
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.client import Client

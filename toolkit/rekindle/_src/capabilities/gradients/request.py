@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rekindle._src.capabilities.captures.tapped import MISSING, TapFacts
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.positions import layer_of
-from rekindle._src.core.tapped import MISSING, TapFacts
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from rekindle._src.capabilities.captures.tapped import INNER, Edit
 from rekindle._src.capabilities.gradients.request import (
     WITHOUT_LAYERS,
     ObjectiveFunction,
@@ -21,7 +22,6 @@ from rekindle._src.capabilities.gradients.request import (
 )
 from rekindle._src.core.captured import Key
 from rekindle._src.core.records import IntArray
-from rekindle._src.core.tapped import INNER, Edit
 from rekindle._src.models.base import Graph
 from rekindle._src.models.differentiable import at_points, differentiable, module_of, recomputing_pass
 from rekindle._src.models.hooks import Listener
