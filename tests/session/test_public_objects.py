@@ -93,6 +93,9 @@ SESSION: dict[str, Recipe] = {
     "tokenizer": lambda session, path: session.tokenizer,
     "model": lambda session, path: session.model,
     "reads_pictures": lambda session, path: session.reads_pictures,
+    "gradients": lambda session, path: session.gradients(
+        "Once upon", of=rekindle.logprob(0), at={"residual": [0]}
+    ).result_sync(),
     "picture_cost": lambda session, path: text_alone(session),
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,

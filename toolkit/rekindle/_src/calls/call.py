@@ -119,7 +119,7 @@ class Once(Call[T]):
         super().close()
 
     def __del__(self) -> None:
-        if not self._started and not sys.is_finalizing():
+        if not self._started and sys is not None and not sys.is_finalizing():  # modules are cleared at the end
             warnings.warn(
                 f"{self._name}(…) was never awaited, so it did nothing: write await ….{self._name}(…), or "
                 f"….{self._name}(…).result_sync() in code without an event loop",
