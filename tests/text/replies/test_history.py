@@ -118,9 +118,27 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "MAX_TOKENS", 40)
     chat.wrote("x" * 30, "Long")
     assert len(chat.replies) <= 4
-    monkeypatch.setattr(history, "LONGEST", 20)
+    monkeypatch.setattr(history, "MAX_TOKENS", 1_000)
     chat.wrote(" " + "y" * 30, "Longer")
-    assert "y </s>" not in chat.restored("Longer", "y" * 30, "More")
+    assert "<|assistant|> yy" in chat.restored("Longer", "y" * 30, "More")
+    monkeypatch.setattr(history, "LONGEST", 20)
+    chat.wrote(" " + "z" * 30, "Longer")
+    assert "<|assistant|> zz" not in chat.restored("Longer", "z" * 30, "More")
+
+
+def test_replies_of_another_salt_are_not_found() -> None:
+    """The number of a prompt's tokens would tell that somebody else had the same chat."""
+    chat = Chat()
+    ends, decode = chat.writer.tokenizer.eos_ids, chat.decode
+    text = "  Hello.\n"
+    ids, more = chat.ids("Hi"), chat.ids("Hi", "Hello.", "More")
+    reply = chat.plan.format.parse(text)
+    chat.replies.add(ids, chat.writer.encode(text), reply, chat.plan, decode, "mine")
+
+    def kept(salt: str | None) -> bool:
+        return text in decode(chat.replies.restored(more, ends, decode, salt))
+
+    assert [kept(salt) for salt in ("mine", "yours", "", None)] == [True, False, False, False]
 
 
 def test_a_reply_that_is_compared_often_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,9 @@ class ReplyIntake(Capability[None]):
     def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
         if self._written is None or ChatReply not in submission.extensions:
             return token_ids
-        return self._written.restored(token_ids, front.tokenizer.eos_ids, partial(_decoded, front))
+        return self._written.restored(
+            token_ids, front.tokenizer.eos_ids, partial(_decoded, front), submission.sampling.salt
+        )
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part[None] | None:
         reply = submission.extensions.get(ChatReply)
@@ -60,7 +62,7 @@ class ReplyIntake(Capability[None]):
             from rekindle._src.text.replies.history import WrittenReplies  # chats alone need it
 
             self._written = WrittenReplies()
-        self._written.add(request.token_ids, token_ids, reply, plan, partial(_decoded, front))
+        self._written.add(request.token_ids, token_ids, reply, plan, partial(_decoded, front), request.sampling.salt)
 
 
 def _decoded(front: Front, token_ids: Sequence[int]) -> str:

@@ -3,7 +3,8 @@
 A template writes an earlier reply in its own way: other whitespace around reasoning and calls, arguments in another
 spelling. The next prompt would differ from the cached pages there. So a session keeps the tokens of its latest replies
 by their prompts. They replace the template's wherever both read as the same reply. What a template leaves out or
-changes, such as the reasoning of earlier turns, stays as the template has it.
+changes, such as the reasoning of earlier turns, stays as the template has it. Requests with a salt find the replies to
+requests with that salt alone, so that the number of a prompt's tokens tells nobody else that a chat took place.
 """
 
 from __future__ import annotations
@@ -65,12 +66,20 @@ class WrittenReplies:
         return sum(map(len, self._replies.values()))
 
     def add(
-        self, prompt_ids: IntArray, token_ids: Sequence[int], reply: Reply, plan: ReplyPlan, decode: Decode
+        self,
+        prompt_ids: IntArray,
+        token_ids: Sequence[int],
+        reply: Reply,
+        plan: ReplyPlan,
+        decode: Decode,
+        salt: str | None = None,
     ) -> None:
         """Keep a reply that the model has ended itself. The least recently used ones go."""
-        if len(token_ids) > MAX_TOKENS:
+        if len(token_ids) > LONGEST:
             return
-        key = hashlib.blake2b(prompt_ids.tobytes(), digest_size=32).digest()
+        digest = _salted(salt)
+        digest.update(prompt_ids.tobytes())
+        key = digest.digest()
         plan = dataclasses.replace(plan, pieces=False)
         written = np.asarray(token_ids, np.int32)
         others = [one for one in self._drop(key) if not np.array_equal(one.token_ids, written)]
@@ -79,13 +88,13 @@ class WrittenReplies:
         while len(self) > MAX_KEPT or self._tokens > MAX_TOKENS:
             self._drop(next(iter(self._replies)))
 
-    def restored(self, token_ids: IntArray, ends: Collection[int], decode: Decode) -> IntArray:
+    def restored(self, token_ids: IntArray, ends: Collection[int], decode: Decode, salt: str | None = None) -> IntArray:
         """Return the prompt with earlier replies as they were written. A reply's text reaches to one of `ends`."""
         if not self._lengths or len(token_ids) <= min(self._lengths):
             return token_ids
         places = np.flatnonzero(np.isin(token_ids, list(ends)))
         parts: list[IntArray] = []
-        digest = hashlib.blake2b(digest_size=32)
+        digest = _salted(salt)
         at = length = 0  # in `token_ids`, and in the result
         for prompt_length in sorted(self._lengths):
             if prompt_length < length:
@@ -129,6 +138,14 @@ class WrittenReplies:
                 del self._lengths[length]
             self._tokens -= sum(len(one.token_ids) for one in replies)
         return replies
+
+
+def _salted(salt: str | None) -> hashlib.blake2b:
+    """Return the digest of no tokens yet, for requests with this salt."""
+    if salt is None:
+        return hashlib.blake2b(digest_size=32)
+    hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32)
+    return hashlib.blake2b(digest_size=32, key=hashed.digest())
 
 
 def _said(reply: Reply) -> tuple[object, ...]:
