@@ -1,4 +1,4 @@
-"""The repository's address, which no file states: it is that of the workflow or clone, so a fork has its own.
+"""Finds the repository's address in the workflow's environment or the clone's remote, so that a fork has its own.
 
 `pyproject.toml` takes its links from here when a wheel is built, and the site those of its pages. Without an address
 neither has any.

@@ -86,7 +86,7 @@ class WindowOptions(TypedDict, total=False):
 
 
 class StepOptions(TypedDict, total=False):
-    """What may be together in a step, the programs it needs, and how it fails."""
+    """The limits of a step, the programs that it needs, and its failures."""
 
     max_beside_decode: int
     whole: bool

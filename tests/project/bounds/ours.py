@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from project.bounds.records import MACHINE, OURS, PACE, SHOWN, TIME, Bound, Other, within
+from project.bounds.records import OURS, PACE, SHOWN, TIME, Bound, Other, within
 
 BOUNDS: list[Bound] = []
 
@@ -13,7 +13,7 @@ OTHERS: dict[str, dict[str, Other]] = {
         "_LONGEST_NUMBER": OURS, "LONGEST_HEADER": within("values of tensors' entries"),
         "LARGEST_CHANGES": Other("the bytes of a file that is read whole; its vectors have twice as many at most"),
     },
-    "capabilities/gradients/owner.py": {"MOST_BYTES": MACHINE, "MOST_PROGRAMS": OURS},
+    "capabilities/gradients/owner.py": {"MOST_BYTES": OURS, "MOST_PROGRAMS": OURS},
     "capabilities/gradients/request.py": {"MOST_LAYERS": OURS},
     "views/icicle.py": {"MOST": SHOWN},
     "views/markdown.py": {"_DEEPEST": SHOWN},

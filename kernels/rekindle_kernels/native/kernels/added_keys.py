@@ -71,7 +71,7 @@ UNITS = 8  # of a block of work, at most: with a tile of keys they stay in the s
 BLOCKS = 4  # of work for each thread, so that they end together
 ROWS = 4  # that vectors multiply together
 BOUNDS = 4  # of a unit: the smallest and the largest start, and stop
-MASKED = np.float32(-2e30)  # the score of a key that is not seen: less than that of no key, in any unit
+MASKED = np.float32(-2e30)  # the score of a masked key, below the first value of the running maximum
 ZERO, ONE, MINUS_ONE = np.float32(0), np.float32(1), np.float32(-1)
 
 JOB = job_layout(

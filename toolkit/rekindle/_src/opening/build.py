@@ -105,9 +105,11 @@ def _owners(
 ) -> list[Owner]:
     """Open the owners of capabilities: without the tokenizer the early ones, and with it the others."""
     session = plan.session(request.show)
-    plans = [one for one in plan.capabilities if one.early == (tokenizer is None)]
-    opened = [owner for one in plans if (owner := one.open(session, tokenizer)) is not None]
-    return [owners.enter_context(closing(owner)) for owner in opened]
+    return [
+        owners.enter_context(closing(owner))  # at once: a later one may not open
+        for one in plan.capabilities
+        if one.early == (tokenizer is None) and (owner := one.open(session, tokenizer)) is not None
+    ]
 
 
 def attach_caches(config: EngineConfig) -> None:
