@@ -127,11 +127,13 @@ class Matrix(nnx.Module):
     part: str | None = None  # the part of the model, for a plan that quantises some parts; None: by the path
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
-        self.shape, self.quantizable = shape, quantize and precision.quantizes
-        self.implementation, self.deterministic = precision.implementation, precision.deterministic
+        self.shape: tuple[int, ...] = shape
+        self.quantizable: bool = quantize and precision.quantizes
+        self.implementation: str | None = precision.implementation
+        self.deterministic: bool = precision.deterministic
         self.quantize: str | None = None
         self.packing: Packing | None = None
-        self.weight = parameter(shape, precision.weights)
+        self.weight: Any = parameter(shape, precision.weights)
         self.scale: Any = None
         self.minimum: Any = None
 
