@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 
@@ -38,6 +39,20 @@ async def test_a_job_that_takes_long_delays_no_other() -> None:
         group.start_soon(run, "long", lambda wanted: gate.wait())
         group.start_soon(run, "short", lambda wanted: None)
     assert order == ["short", "long"] and threads.busy == 0
+
+
+async def test_a_place_is_free_before_its_caller_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, leave = JobThreads(1, MINUTES, "x"), JobThreads._leave
+
+    def late_to_leave(self: JobThreads) -> None:
+        threading.Event().wait(0.05)
+        leave(self)
+
+    monkeypatch.setattr(JobThreads, "_leave", late_to_leave)
+    for job in (lambda wanted: 1, lambda wanted: 1 // 0):
+        with contextlib.suppress(ZeroDivisionError):
+            await threads.run(job, late)
+        assert threads.busy == 0
 
 
 async def test_jobs_beyond_the_most_wait_their_turn() -> None:

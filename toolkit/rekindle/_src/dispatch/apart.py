@@ -66,10 +66,13 @@ class JobThreads:
             raise
 
     def _work(self, job: Callable[[], T], reply: OneShot[T]) -> None:
-        try:
-            reply.run(job)
-        finally:
-            self._leave()
+        def leaving() -> T:
+            try:
+                return job()
+            finally:
+                self._leave()  # before the caller hears of it, who may look or come back at once
+
+        reply.run(leaving)
 
     def _enter(self) -> bool:
         with self._lock:
