@@ -23,8 +23,8 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
 from rekindle._src.programs import sampling as device
 from rekindle._src.programs.buckets import prefill_rows
-from rekindle._src.programs.feature import drawing_flags
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.row_option import drawing_flags
 from rekindle._src.programs.warming import warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 

@@ -12,7 +12,7 @@ from rekindle._src.programs.buckets import (
     PLAIN_VARIANT,
     Bucket,
     ProgramVariant,
-    StepPart,
+    StepSpan,
     bucket_for,
     combinations,
     gated,
@@ -96,13 +96,13 @@ def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None
 def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
     config = EngineConfig(max_requests=2, max_tokens_per_step=32)
     single, padded = lattice(config, single=True), lattice(config)
-    one = guided_lattice(single, StepPart.GATED)
+    one = guided_lattice(single, StepSpan.GATED)
     assert [program.name for program in programs_of(one)] == ["r1t0+gated", "r2t0+gated", "r2t32+gated"]
     halves = programs_of(guided_lattice(padded))
     assert [half.name for half in halves] == ["r2t0+forward", "r2t0+choice", "r2t32+forward", "r2t32+choice"]
     assert {gated(half, single) for half in halves} <= {*one}
     larger = lattice(EngineConfig(max_requests=16), single=True)
-    assert gated(Bucket(2, 0, part=StepPart.FORWARD), larger).name == "r1t0+gated", "the smallest without padding"
+    assert gated(Bucket(2, 0, span=StepSpan.FORWARD), larger).name == "r1t0+gated", "the smallest without padding"
     names = {program.name for program in guided_programs((single, padded), [(ProgramVariant.POOLING,)])}
     assert names >= {"r1t0+gated", "r2t32+gated", "r2t32+pooling+gated"}
     assert names >= {"r2t0+forward", "r2t32+pooling+forward", "r2t32+choice"}
@@ -110,9 +110,9 @@ def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
 
 def test_a_programs_name_says_in_words_what_it_contains() -> None:
     variants = ProgramVariant.INNER_STEERING | ProgramVariant.ADAPTERS
-    assert Bucket(2, 32, variants, StepPart.FORWARD).name == "r2t32+adapters+inner-steering+forward"
+    assert Bucket(2, 32, variants, StepSpan.FORWARD).name == "r2t32+adapters+inner-steering+forward"
     *_, every = combinations([(variant,) for variant in ProgramVariant])
-    name = Bucket(1024, 1 << 20, every, StepPart.FORWARD).name
+    name = Bucket(1024, 1 << 20, every, StepSpan.FORWARD).name
     assert len(name.encode()) < 256, "a message to other processes has the length of a name in a byte"
 
 
@@ -124,5 +124,5 @@ def test_of_a_group_a_program_has_one_variant_at_most() -> None:
 
 def test_programs_that_are_no_steps_are_made_first() -> None:
     """The thread that runs steps makes one that it needs, and all streams wait for it."""
-    plain, guided = Bucket(8, 0), Bucket(2, 0, part=StepPart.GATED)
+    plain, guided = Bucket(8, 0), Bucket(2, 0, span=StepSpan.GATED)
     assert likely_first([guided, plain, Bucket(1, 32), COPY]) == [COPY, Bucket(1, 32), plain, guided]

@@ -15,9 +15,9 @@ from rekindle._src.capabilities.captures.step import Steering
 from rekindle._src.capabilities.captures.tapped import Edit, RequestTaps
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.packing import ALONE, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
+from rekindle._src.programs.row_option import RowFlag
 
 SHARDS = DataShards(count=3, slots=4, pages=10)
 LAYOUT = Layout(rows=2, prefills=2, tokens=8, width=3, slots=4)

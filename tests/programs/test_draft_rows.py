@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 
 from rekindle._src.programs.draft_rows import histories, recording
-from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.request_state import RequestState, abstract_state, record
+from rekindle._src.programs.row_option import RowFlag
 
 VOCAB, SLOTS, ROWS = 6, 3, 10
 

@@ -1,4 +1,4 @@
-"""A feature that is not in the source reaches rows, layers, programs and results through its one class."""
+"""A feature that is not in the source reaches rows, layers, programs and results through its two halves."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import pytest
 from jax import Array
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
-from rekindle._src.capabilities.pooling.step import Pooling
+from rekindle._src.capabilities.pooling.step import PooledRows, Pooling
 from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.report import Report
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, Hooks, RowReports, StepInputs
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.row_option import Columns, FeatureRead, RowOption, RowReports
+from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart
 
 MODEL = tiny_model()
 VECTORS = np.zeros((3, MODEL.config.hidden_size), np.float32)
@@ -28,17 +30,11 @@ VECTORS[2] = np.random.default_rng(0).standard_normal(VECTORS.shape[1]) * 40
 PROMPTS = [[5, 9, 7, 11], [21, 4, 60], [8, 8, 30, 2, 90]]
 
 
-class Steering(Feature):
-    """Adds a vector to the residual after the first layer, and returns the residual of each row's last token.
+class VectorOption(RowOption):
+    """A request names its vector by its priority and its scale in a float; each row says where it begins."""
 
-    A request names its vector by its priority and its scale in a float; each row says where it begins.
-    """
-
-    option, bits, variant, inside = "sampling.priority", 1 << 28, ProgramVariant.STEERING, True
-    ints, row_ints, neutral, has_output = 1, 1, (0.5,), True
-
-    def __init__(self) -> None:
-        self.operands = VECTORS
+    option, bits = "sampling.priority", 1 << 28
+    ints, row_ints, neutral = 1, 1, (0.5,)
 
     def flags(self, request: Request) -> int:
         return self.bits
@@ -51,6 +47,21 @@ class Steering(Feature):
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0], columns.floats[:, 0], columns.row_ints[:, 0]
+
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        assert read.output is not None
+        for row, place, own in zip(read.plan.rows, read.places, reports, strict=True):
+            if row.request.sampling.priority:
+                STATES.put(own, read.output[place])
+
+
+class Steering(StepPart):
+    """Adds a vector to the residual after the first layer, and returns the residual of each row's last token."""
+
+    variant, inside, has_output = ProgramVariant.STEERING, True, True
+
+    def __init__(self) -> None:
+        self.operands = VECTORS
 
     def hooks(self, inputs: StepInputs, own: Any, operands: Any) -> Hooks:
         kept: list[Array] = []
@@ -67,12 +78,6 @@ class Steering(Feature):
     def output(self, model: Any, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return jnp.stack(kept)[0]
 
-    def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert read.output is not None
-        for row, place, own in zip(read.plan.rows, read.places, reports, strict=True):
-            if row.request.sampling.priority:
-                STATES.put(own, read.output[place])
-
 
 STATES: Report[Any] = Report("states")  # its own
 STEERING = Steering()
@@ -80,7 +85,9 @@ STEERING = Steering()
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Driver]:
-    features = Features((*features_of().entries, Pooling(), STEERING), Guides())
+    features = Features(
+        (*features_of().entries, Feature(PooledRows(), Pooling()), Feature(VectorOption(), STEERING)), Guides()
+    )
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), features=features)
     runner = Runner(MODEL, programs.config, programs=programs)
     yield Driver(runner)
@@ -142,4 +149,4 @@ def test_a_feature_with_hooks_is_in_no_program_made_of_parts() -> None:
         inside = False
 
     with pytest.raises(AssertionError, match="set `inside`"):
-        Features((Loose(),), Guides())
+        Features((Feature(part=Loose()),), Guides())

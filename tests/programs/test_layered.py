@@ -28,7 +28,7 @@ from rekindle._src.models.base import ALONE, LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
-from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepPart
+from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepSpan
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.programs import Form, Programs
@@ -252,7 +252,7 @@ def test_parts_go_through_a_folder(tmp_path: Path) -> None:
 def test_programs_of_one_size_share_their_layers() -> None:
     programs = programs_of()
     size = smallest_guided(programs)
-    decode = dataclasses.replace(size, part=StepPart.ALL)
+    decode = dataclasses.replace(size, span=StepSpan.ALL)
     gate = threading.Barrier(3)
 
     def get(key: Bucket) -> Any:
@@ -271,7 +271,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
 
     Of empty rows no logits are computed, and their tokens go to the scratch slot.
     """
-    pooling, forward = Bucket(2, 32, ProgramVariant.POOLING), Bucket(4, 32, part=StepPart.FORWARD)
+    pooling, forward = Bucket(2, 32, ProgramVariant.POOLING), Bucket(4, 32, span=StepSpan.FORWARD)
     programs = programs_of()
     runner = Runner(MODEL, programs.config, programs=programs)
     driver = Driver(runner)
@@ -289,11 +289,11 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
             upload = Upload(programs.layout(key))
             upload.pack(plan, constants)
             kv, state = programs.memory()
-            given = state.last_token if key.part else state
+            given = state.last_token if key.span else state
             operands = programs.features.operands(key.variants)
             kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats, operands)
             rows = np.array([0, upload.layout.rows])  # one that decodes, one that prefills
-            if key.part:
+            if key.span:
                 scores, (prompt, *_) = rest
                 found += [kv, scores.logits[rows], scores.last[rows], prompt]
             else:

@@ -12,11 +12,12 @@ import numpy as np
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.feature import FIRST_PROCESSOR, Feature, RowFlag, StepInputs
 from rekindle._src.programs.features import features_of
-from rekindle._src.programs.logprobs import PromptLogprobs
+from rekindle._src.programs.logprobs import PromptLogprobsOption
 from rekindle._src.programs.packing import Constants, Layout, Upload, unpack
-from rekindle._src.programs.sampling import LogitShaping
+from rekindle._src.programs.row_option import FIRST_PROCESSOR, RowFlag, RowOption
+from rekindle._src.programs.sampling import ShapingOption
+from rekindle._src.programs.step_part import StepInputs
 from rekindle._src.programs.user_functions import LogitsProcessor
 
 PAGE, SLOTS, WIDTH = 8, 8, 4
@@ -46,9 +47,9 @@ def inputs_of(upload: Upload, plan: StepPlan) -> StepInputs:
     return unpacked(jnp.array(upload.ints), jnp.array(upload.floats), last_token)
 
 
-def own(step: StepInputs, kind: type[Feature]) -> Any:
+def own(step: StepInputs, kind: type[RowOption]) -> Any:
     """The inputs of a feature."""
-    return next(own for feature, own in zip(FEATURES.entries, step.own, strict=True) if isinstance(feature, kind))
+    return next(own for option, own in zip(FEATURES.options, step.own, strict=True) if isinstance(option, kind))
 
 
 def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
@@ -70,7 +71,7 @@ def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
     assert step.cu_lengths.tolist() == [0, 3, 4, 4, 4]
     assert int(step.num_prefills) == 2
     assert step.last.tolist()[:6] == [0, 1, 2, 3, 6, 7]
-    assert own(step, PromptLogprobs).tolist() == [-1] * 32
+    assert own(step, PromptLogprobsOption).tolist() == [-1] * 32
     assert step.choice.position.tolist() == [18, 10, 0, 0, 9, 1, 0, 0]
     assert step.flag(RowFlag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
     assert int(step.any_flags) == RowFlag.SAMPLES | RowFlag.CHOOSES
@@ -82,7 +83,7 @@ def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
         frequency_penalty=0.75, logit_bias={3: 1.0}, logprobs=2, min_tokens=5, processors=("yours",), max_tokens=9,
     )  # fmt: skip
     step = inputs_of(Upload(LAYOUT), StepPlan(0, (row(2, 4, None, sampling, generated=4),), ()))
-    choice, shaping = step.choice, own(step, LogitShaping)
+    choice, shaping = step.choice, own(step, ShapingOption)
     assert np.asarray(choice.seed[0]).tolist() == [2**31 - 1, 2**32 - 2]
     assert [float(x[0]) for x in (choice.temperature, choice.top_p, choice.min_p)] == [0.5, 0.25, 0.125]
     assert [float(x[0]) for x in (shaping.repetition, shaping.presence, shaping.frequency)] == [1.5, -1.0, 0.75]
@@ -103,7 +104,7 @@ def test_min_tokens_bars_until_that_many_were_generated() -> None:
     sampling = Sampling(min_tokens=5)
     for generated, barred in ((0, True), (4, True), (5, False)):
         step = inputs_of(Upload(LAYOUT), StepPlan(0, (row(2, 4, None, sampling, generated=generated),), ()))
-        assert bool(own(step, LogitShaping).barred[0]) is barred
+        assert bool(own(step, ShapingOption).barred[0]) is barred
 
 
 def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> None:
@@ -115,7 +116,7 @@ def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> N
     assert step.choice.position.tolist()[:2] == [21, 22]
     assert step.choice.seed.tolist()[:2] == [[0, 9], [0, 9]]
     assert step.choice.temperature.tolist()[:2] == [0.5, 0.5]
-    assert own(step, LogitShaping).barred.tolist()[:2] == [True, False]
+    assert own(step, ShapingOption).barred.tolist()[:2] == [True, False]
     assert step.flag(RowFlag.SAMPLES).tolist()[:2] == [True, False]
     assert step.flag(RowFlag.CHOOSES).tolist()[:2] == [True, True]
     assert step.flag(RowFlag.DRAWS).tolist()[:2] == [True, True]
@@ -126,4 +127,4 @@ def test_targets_look_one_token_past_the_chunk_and_end_with_the_prompt() -> None
     plain = row(1, 0, [1, 2])
     middle, end = row(2, 10, [110, 111, 112], sampling), row(3, 28, [128, 129], sampling)
     step = inputs_of(Upload(LAYOUT), StepPlan(0, (), (plain, middle, end)))
-    assert own(step, PromptLogprobs).tolist() == [-1, -1, 111, 112, 113, 129] + [-1] * 26
+    assert own(step, PromptLogprobsOption).tolist() == [-1, -1, 111, 112, 113, 129] + [-1] * 26

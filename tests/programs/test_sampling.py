@@ -11,8 +11,8 @@ from helpers import plain_sampling
 from helpers.thorough import by_default
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs import sampling as device
-from rekindle._src.programs.feature import RowFlag
 from rekindle._src.programs.logprobs import WIDTH, logprobs_of, prompt_logprobs
+from rekindle._src.programs.row_option import RowFlag
 from rekindle_kernels import SMALL_TOP_K, Choice, Wanted, greedy, unavailable_reason
 from rekindle_kernels.xla.sampling import _kth_largest, uniforms
 

@@ -182,7 +182,7 @@ def test_taps_are_compiled_once_and_stored(tmp_path: Path) -> None:
 def test_a_session_without_taps_has_no_column_for_them() -> None:
     with rekindle.open_sync(MODEL, **OPTIONS) as opened:
         features = opened._engine.runner.programs.features  # type: ignore[attr-defined]
-        assert "x" not in {entry.variant for entry in features.entries}
+        assert "x" not in {entry.part.variant for entry in features.entries}
         with pytest.raises(InvalidRequest, match=r"taps='wave': is not a tap of this session.*known: none"):
             opened.generate_sync(PROMPTS[0], taps="wave")
 

@@ -454,7 +454,7 @@ def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Ses
     """Their text, as XLA gets it, is the same without the features of taps."""
     programs: Any = session._engine.runner.programs
     taps = STEERS_AND_CAPTURES | ProgramVariant.INNER_STEERING | ProgramVariant.INNER_CAPTURES
-    others = [entry for entry in programs.features.entries if not entry.variant & taps]
+    others = [entry for entry in programs.features.entries if not entry.part.variant & taps]
     assert len(others) == len(programs.features.entries) - 4
     none = Programs(MODEL.config, MODEL.graph, MODEL.leaves, programs.config, features=Features(others, Guides()))
     assert none.lattice == programs.lattice and not any(bucket.variants for bucket in none.lattice)

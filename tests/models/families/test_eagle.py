@@ -84,9 +84,9 @@ def test_a_head_has_leaves_and_a_graph_of_its_own(tmp_path: Path) -> None:
     assert (plan.graph.paths, plan.graph.precision) == (alone.paths, alone.precision)
     assert plan.model == dataclasses.replace(alone.config, added_pages=(own.graph.config.pages_of(0),))
     assert plan.drafts.fingerprint != own.fingerprint  # it is quantised, too
-    (feature,) = (each for each in plan.programs.features.entries if isinstance(each, KeptEntries))
-    assert plan.programs.features.streams == feature.streams == (0, 1, 2)
-    assert len(jax.tree.leaves(feature.operand_shapes)) >= len(own.graph.paths)
+    (part,) = (each for each in plan.programs.features.parts if isinstance(each, KeptEntries))
+    assert plan.programs.features.streams == part.streams == (0, 1, 2)
+    assert len(jax.tree.leaves(part.operand_shapes)) >= len(own.graph.paths)
     assert plan.page_identity("model").fingerprint == f"model-with-head-{plan.drafts.fingerprint}"
 
 

@@ -97,7 +97,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     },
     "capabilities/captures/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
     "capabilities/captures/writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
-    "programs/feature.py": {"MAX_PROCESSORS": OURS},
+    "programs/row_option.py": {"MAX_PROCESSORS": OURS},
     "capabilities/captures/custom.py": {"MAX_TAPS": OURS},
     "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS},
     "scheduling/slow_rows.py": {"LONGEST": TIME},

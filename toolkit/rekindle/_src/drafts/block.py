@@ -32,6 +32,7 @@ from rekindle._src.drafts.entries import (
     EntryDrafter,
     EntryInputs,
     EntryPrograms,
+    EntryRows,
     EntryStep,
     KeptEntries,
     OtherHeadKind,
@@ -44,9 +45,10 @@ from rekindle._src.models.config import BlockSpec, ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.drafting import DraftCalls
-from rekindle._src.programs.feature import Columns, Feature
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import Columns
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.sequence import Limits
 
@@ -81,17 +83,21 @@ class BlockPrograms(EntryPrograms):
         self.spec = spec
 
     def features(self) -> tuple[Feature, ...]:
-        return (BlockEntries(self.shapes),)
+        return (Feature(BlockRows(), BlockEntries(self.shapes)),)
 
     def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
         return BlockCalls(config, target, self.shapes, self.spec)
 
 
-class BlockEntries(KeptEntries[EntryInputs]):
-    """Writes the entries of a head that drafts blocks."""
+class BlockRows(EntryRows[EntryInputs]):
+    """Rows of a head that drafts blocks."""
 
     def unpack(self, columns: Columns) -> EntryInputs:
         return EntryInputs(columns.row_ints[:, 0])
+
+
+class BlockEntries(KeptEntries[EntryInputs]):
+    """Writes the entries of a head that drafts blocks."""
 
     def entries(self, head: Any, step: EntryStep[EntryInputs]) -> Sequence[Entry]:
         context: Sequence[Entry] = head.context(step.read, step.inputs.positions, step.inputs.rope_lengths)

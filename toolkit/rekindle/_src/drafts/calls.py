@@ -24,18 +24,19 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import DraftTask, IntArray
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Helper
-from rekindle._src.programs.feature import RowFlag, branch, drawing_flags
 from rekindle._src.programs.packing import DRAWING, choice_of, drawing_floats, drawing_ints
 from rekindle._src.programs.partitioning import Recipe
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.sampling import LogitShaping, Shaping, choose, shape
+from rekindle._src.programs.row_option import RowFlag, drawing_flags
+from rekindle._src.programs.sampling import LogitShaping, Shaping, ShapingOption, choose, shape
+from rekindle._src.programs.step_part import branch
 from rekindle_kernels import Choice, greedy
 
 DRAFTS = 7  # tokens of a row, at most
 _ROWS_STEP = 4  # sizes of calls: 1, 4, 16, …
 _HEAD, _COLUMNS = 3, 7
-_SHAPING = LogitShaping()
+_SHAPING = ShapingOption()
 _MORE = 3  # columns of rows whose logits are shaped: prompt length, flags, and tokens that `min_tokens` lacks
 
 Ints = TypeVar("Ints", IntArray, Array)

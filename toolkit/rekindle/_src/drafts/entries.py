@@ -35,10 +35,11 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.drafting import DraftPrograms
-from rekindle._src.programs.feature import ChosenStep, Columns, Feature
 from rekindle._src.programs.partitioning import PAGES, ROWS, WEIGHTS, Recipe
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import Columns, RowOption
+from rekindle._src.programs.step_part import ChosenStep, StepPart
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.sequence import Limits, Sequence
 from rekindle_kernels import LayerKV, write_kv
@@ -73,24 +74,10 @@ class EarlierTokens(NamedTuple):
     lengths: Array  # [T]: as `StepInputs.rope_lengths`
 
 
-class KeptEntries(Feature[Inputs, tuple[Array, ...]], abc.ABC):
-    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
+class EntryRows(RowOption[Inputs], abc.ABC):
+    """Rows of a head: earlier tokens without its entries."""
 
-    row_ints, follows = 1, True
-    variant, warmed = ProgramVariant.DRAFTS, True
-    inside = True  # it needs pages after the choice, which programs made of parts have given away
-
-    def __init__(self, shapes: DraftShapes) -> None:
-        self._shapes, self._layers = shapes, len(shapes.graph.config.caches)
-        self.operand_layout, self.streams = shapes.layout, shapes.graph.config.reads
-
-    @property
-    def operand_shapes(self) -> object:
-        return self._shapes.leaves
-
-    def hold(self, leaves: tuple[Array, ...]) -> None:
-        """Take the head's leaves, or others in their place."""
-        self.operands = leaves
+    row_ints = 1
 
     def in_plan(self, plan: StepPlan) -> bool:
         return plan.entries is not None or bool(plan.prefill)
@@ -108,6 +95,26 @@ class KeptEntries(Feature[Inputs, tuple[Array, ...]], abc.ABC):
     @abc.abstractmethod
     def unpack(self, columns: Columns) -> Inputs:
         """Return the inputs of each row. Its first column is `EntryInputs.missing`."""
+
+
+class KeptEntries(StepPart[Inputs, tuple[Array, ...]], abc.ABC):
+    """Writes the head's entries for a step's tokens, and for earlier tokens of its rows that lack them."""
+
+    follows = True
+    variant, warmed = ProgramVariant.DRAFTS, True
+    inside = True  # it needs pages after the choice, which programs made of parts have given away
+
+    def __init__(self, shapes: DraftShapes) -> None:
+        self._shapes, self._layers = shapes, len(shapes.graph.config.caches)
+        self.operand_layout, self.streams = shapes.layout, shapes.graph.config.reads
+
+    @property
+    def operand_shapes(self) -> object:
+        return self._shapes.leaves
+
+    def hold(self, leaves: tuple[Array, ...]) -> None:
+        """Take the head's leaves, or others in their place."""
+        self.operands = leaves
 
     @abc.abstractmethod
     def entries(self, head: Any, step: EntryStep[Inputs]) -> Items[Entry]:
@@ -212,9 +219,9 @@ class HeadWeights(DraftWeights):
 
     def _hold(self, leaves: tuple[Array, ...]) -> None:
         self._leaves = leaves
-        for feature in self._programs.features.entries:
-            if isinstance(feature, KeptEntries):
-                feature.hold(leaves)
+        for part in self._programs.features.parts:
+            if isinstance(part, KeptEntries):
+                part.hold(leaves)
 
     def wake(self) -> None:
         self._hold(tuple(self._load()))

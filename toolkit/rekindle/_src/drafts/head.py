@@ -33,6 +33,7 @@ from rekindle._src.drafts.entries import (
     EntryCalls,
     EntryDrafter,
     EntryPrograms,
+    EntryRows,
     EntryStep,
     HeadWeights,
     KeptEntries,
@@ -47,10 +48,12 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.drafters.own import PREFIX, head_of, leaves_of_head
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.drafting import DraftCalls
-from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.partitioning import WHOLE, WeightsOf
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import Columns
+from rekindle._src.programs.step_part import StepInputs
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.sequence import Limits
 from rekindle.errors import ConfigError
@@ -94,7 +97,7 @@ class HeadPrograms(EntryPrograms):
     """Adds a head that drafts one token after another to a session's programs."""
 
     def features(self) -> tuple[Feature, ...]:
-        return (HeadEntries(self.shapes),)
+        return (Feature(HeadRows(), HeadEntries(self.shapes)),)
 
     def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
         return HeadCalls(config, target, self.shapes)
@@ -107,8 +110,8 @@ class DraftHeadInputs(NamedTuple):
     following: Array  # [N]: the token after it in the prompt; NONE if there is none
 
 
-class HeadEntries(KeptEntries[DraftHeadInputs]):
-    """Writes the entries of a head that drafts one token after another."""
+class HeadRows(EntryRows[DraftHeadInputs]):
+    """Rows of such a head: the token after each in its prompt, too."""
 
     row_ints = 2
 
@@ -118,6 +121,10 @@ class HeadEntries(KeptEntries[DraftHeadInputs]):
 
     def unpack(self, columns: Columns) -> DraftHeadInputs:
         return DraftHeadInputs(columns.row_ints[:, 0], columns.row_ints[:, 1] - 1)
+
+
+class HeadEntries(KeptEntries[DraftHeadInputs]):
+    """Writes the entries of a head that drafts one token after another."""
 
     def entries(self, head: Any, step: EntryStep[DraftHeadInputs]) -> list[Entry]:
         inputs, model, following = step.inputs, step.model, step.own.following

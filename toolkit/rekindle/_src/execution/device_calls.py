@@ -30,7 +30,7 @@ from rekindle._src.programs.buckets import (
     Bucket,
     Helper,
     Key,
-    StepPart,
+    StepSpan,
 )
 from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
@@ -432,7 +432,7 @@ class LateSteps:
         bucket, upload, plan = step.bucket, step.upload, step.ran_plan
         assert bucket is not None, "a late step has rows"
         assert upload is not None, "a late step has rows"
-        if bucket.part is not StepPart.GATED:
+        if bucket.span is not StepSpan.GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
             free = self._operands[bucket]
             operand = free.pop() if free else self._new_operand(upload.layout)
@@ -486,7 +486,7 @@ class LateSteps:
 
     def advance(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
         """Return the results of a late step with its tokens taken; results of other steps are returned as they are."""
-        if in_flight.bucket is None or not in_flight.bucket.part:
+        if in_flight.bucket is None or not in_flight.bucket.span:
             return results
         if isinstance(in_flight.operand, MaskGate) and in_flight.operand.missed:
             raise RuntimeError("a step with guided rows did not get its masks in time")

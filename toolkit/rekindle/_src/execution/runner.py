@@ -30,11 +30,12 @@ from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfe
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
-from rekindle._src.programs.feature import GREEDY, Feature, FeatureRead, RowFlag, RowReports
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.layered import LayeredProgram
 from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
+from rekindle._src.programs.row_option import GREEDY, FeatureRead, RowFlag, RowReports
 from rekindle._src.programs.sampling import NOT_FINITE
 from rekindle._src.programs.store import CompiledProgram
 from rekindle._src.programs.warming import warm
@@ -127,7 +128,7 @@ class Runner:
         dispatched = time.perf_counter()
         if bucket.variants:
             self._features.prepare(self._shards.split(ran_plan), bucket.variants, bucket.rows)
-        if bucket.part:
+        if bucket.span:
             self._late.start(step, programs, self._latest, self._read)
         else:
             step.output = self._calls.step(bucket, programs[0], upload)
@@ -505,8 +506,8 @@ def row_results(
 def _part(feature: Feature, output: Any, shard: int, shards: DataShards) -> Any:
     """Return a data shard's part of an output: of an array, or of each array of a mapping."""
     if isinstance(output, dict):
-        return {key: shards.part(shard, array, axis=feature.shard_axis) for key, array in output.items()}
-    return None if output is None else shards.part(shard, output, axis=feature.shard_axis)
+        return {key: shards.part(shard, array, axis=feature.part.shard_axis) for key, array in output.items()}
+    return None if output is None else shards.part(shard, output, axis=feature.part.shard_axis)
 
 
 def _row_results(
@@ -522,7 +523,7 @@ def _row_results(
     valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
     for feature, output in outputs:
         columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]
-        feature.read(FeatureRead(plan, valid, places, columns, output), reports)
+        feature.row.read(FeatureRead(plan, valid, places, columns, output), reports)
     entries = zip(plan.rows, chosen, reports, strict=True)
     return tuple([_result(row, token, layout, own) for row, token, own in entries])
 

@@ -15,7 +15,7 @@ A layer names each array that others may read or change, and each half that it a
 
 **A new listener** is a function that is asked, while a program is traced, for each site and layer, and returns the
 function that its array goes through, or None where it does not listen. It is passed to the call of a model, and a
-feature of steps returns it from `Feature.hooks`. To read (a capture, the hidden states of a drafter), it keeps the
+feature of steps returns it from `StepPart.hooks`. To read (a capture, the hidden states of a drafter), it keeps the
 array, returns it as it is, and the program returns the kept arrays. To change (steering, an encoder's rows in the place
 of embeddings, at `embedding`), it returns another array of the same shape and dtype. For the gradient at a site, it
 adds an array of zeros that is an argument of the differentiated function. Listeners hear an array in their order; each

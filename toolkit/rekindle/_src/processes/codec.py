@@ -22,13 +22,13 @@ from rekindle._src.core.records import Mask, mask_words
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import FEW, Bucket, Key, StepPart
-from rekindle._src.programs.feature import RowFlag
+from rekindle._src.programs.buckets import FEW, Bucket, Key, StepSpan
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.host_pages import PageParts, PayloadLayout
 from rekindle._src.programs.packing import Layout, columns_of, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
+from rekindle._src.programs.row_option import RowFlag
 from rekindle.errors import ProcessLost, StoreError
 
 Ints = NDArray[np.int32]
@@ -281,7 +281,7 @@ class CallCodec:
 
     def read_step(self, content: bytes) -> StepCall:
         key, rest = self._key(content)
-        if key.part not in (StepPart.ALL, StepPart.FORWARD):
+        if key.span not in (StepSpan.ALL, StepSpan.FORWARD):
             raise ProcessLost(f"{key.name} begins no step")
         return StepCall(key, *self._steps.decode(self._programs.layout(key), rest))
 

@@ -195,7 +195,7 @@ class Replay:
     def _step(self, call: StepCall) -> None:
         calls, upload = self._device_calls, _Buffers(call.ints, call.floats)
         chosen = self._codec.sampling(call.key, call.ints)
-        if call.key.part:
+        if call.key.span:
             forwarded = calls.forward(call.key, calls.program(call.key), upload)
             self._guided = forwarded.scores, upload, chosen
         else:

@@ -256,7 +256,7 @@ class Team(OtherProcesses):
         assert gate is None, "followers have no gates"
         codec = self._encoder()
         content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
-        if not key.part:
+        if not key.span:
             self._expected.append(self._chosen)
         self._broadcast(MessageKind.STEP, content)
 

@@ -51,8 +51,8 @@ class ProgramVariant(enum.IntFlag):
         return tuple(str(feature.name).lower().replace("_", "-") for feature in self)
 
 
-class StepPart(enum.StrEnum):
-    """The part of a step that a program computes."""
+class StepSpan(enum.StrEnum):
+    """How much of a step a program computes."""
 
     ALL = ""
     GATED = "gated"  # all of a step with guided rows; it waits for its masks
@@ -74,24 +74,24 @@ class Bucket:
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
     variants: ProgramVariant = PLAIN_VARIANT
-    part: StepPart = StepPart.ALL
+    span: StepSpan = StepSpan.ALL
 
     @property
     def name(self) -> str:
         """The sizes, and what makes the program another one than the plain one: `r2t32+adapters+forward`."""
         sizes = f"r{self.rows}t{self.tokens}"
-        return sizes + _additions(self.variants, self.part) if self.variants or self.part else sizes
+        return sizes + _additions(self.variants, self.span) if self.variants or self.span else sizes
 
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
         """The forward and the choice program of a guided step of this size."""
-        forward = dataclasses.replace(self, variants=self.variants & ~_OF_CHOICE, part=StepPart.FORWARD)
-        return forward, dataclasses.replace(self, variants=self.variants & _OF_CHOICE, part=StepPart.CHOICE)
+        forward = dataclasses.replace(self, variants=self.variants & ~_OF_CHOICE, span=StepSpan.FORWARD)
+        return forward, dataclasses.replace(self, variants=self.variants & _OF_CHOICE, span=StepSpan.CHOICE)
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
         """The programs that a step of this size runs."""
-        return self.halves if self.part is StepPart.HALVES else (self,)
+        return self.halves if self.span is StepSpan.HALVES else (self,)
 
     @property
     def cost(self) -> int:
@@ -100,8 +100,8 @@ class Bucket:
 
 
 @functools.cache
-def _additions(variants: ProgramVariant, part: StepPart) -> str:
-    return "".join(f"+{word}" for word in (*variants.words, part) if word)
+def _additions(variants: ProgramVariant, span: StepSpan) -> str:
+    return "".join(f"+{word}" for word in (*variants.words, span) if word)
 
 
 def prefill_rows(tokens: int, max_requests: int) -> int:
@@ -149,7 +149,7 @@ def lattice(
 
 
 @functools.cache
-def guided_lattice(plain: tuple[Bucket, ...], part: StepPart = StepPart.HALVES) -> tuple[Bucket, ...]:
+def guided_lattice(plain: tuple[Bucket, ...], span: StepSpan = StepSpan.HALVES) -> tuple[Bucket, ...]:
     """Return the sizes of steps with guided rows. There are fewer than for other steps, because few requests have a
     guide.
 
@@ -163,7 +163,7 @@ def guided_lattice(plain: tuple[Bucket, ...], part: StepPart = StepPart.HALVES) 
         for bucket in plain
         if bucket.rows == most or (not bucket.tokens and (bucket.rows == least or bucket.rows >= few))
     ]
-    return tuple(dataclasses.replace(bucket, part=part) for bucket in sizes)
+    return tuple(dataclasses.replace(bucket, span=span) for bucket in sizes)
 
 
 def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
@@ -189,16 +189,16 @@ def combinations(groups: Sequence[Sequence[ProgramVariant]]) -> list[ProgramVari
 
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
     """Return the program that waits for its masks, in place of a half; the smallest may have fewer rows than that."""
-    size = dataclasses.replace(half, variants=half.variants & ~_OF_PROMPTS, part=StepPart.GATED)
-    return size if size in guided_lattice(plain, StepPart.GATED) else dataclasses.replace(size, rows=1)
+    size = dataclasses.replace(half, variants=half.variants & ~_OF_PROMPTS, span=StepSpan.GATED)
+    return size if size in guided_lattice(plain, StepSpan.GATED) else dataclasses.replace(size, rows=1)
 
 
 def guided_programs(
     lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[Sequence[ProgramVariant]] = ()
 ) -> tuple[Bucket, ...]:
     """Return every program that steps with guided rows may run, from the sizes of other steps and further variants."""
-    parts = StepPart.GATED, StepPart.HALVES
-    sizes = tuple(size for part in parts for plain in lattices for size in guided_lattice(plain, part))
+    spans = StepSpan.GATED, StepSpan.HALVES
+    sizes = tuple(size for span in spans for plain in lattices for size in guided_lattice(plain, span))
     return programs_of(size for more in combinations(variants) for size in with_variants(sizes, more))
 
 

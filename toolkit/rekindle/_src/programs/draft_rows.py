@@ -11,8 +11,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.programs.feature import RowFlag, StepInputs, branch
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import RowFlag
+from rekindle._src.programs.step_part import StepInputs, branch
 
 
 def histories(state: RequestState, inputs: StepInputs) -> Array:

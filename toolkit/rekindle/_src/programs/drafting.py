@@ -15,6 +15,8 @@ from rekindle._src.programs.buckets import Helper, ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.partitioning import Recipe
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.row_option import RowOption
+from rekindle._src.programs.step_part import StepPart
 
 
 class DraftCalls(Protocol):
@@ -66,11 +68,15 @@ class DraftPrograms:
 NO_DRAFTS = DraftPrograms()
 
 
-class DraftChains(Feature):
+class DraftedRows(RowOption):
+    """Rows that draft."""
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.draft for row in plan.decode)
+
+
+class DraftChains(StepPart):
     """Drafts that follow each other where layers have states: a step without drafts need not look for them."""
 
     variant, warmed = ProgramVariant.DRAFTS, True
     inside = True  # programs made of parts share what layers get
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.draft for row in plan.decode)

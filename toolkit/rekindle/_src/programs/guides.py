@@ -16,8 +16,8 @@ from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan, mask_words
 from rekindle._src.core.report_kinds import GUIDED
-from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
+from rekindle._src.programs.row_option import RowOption
 from rekindle._src.programs.sampling import Choose, Take
 from rekindle.errors import NoTokenLeft, RekindleError
 from rekindle_kernels import gated_masks
@@ -27,7 +27,7 @@ QUICK = 0.0001  # seconds that a guide takes at most for a token, unless it is s
 SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
-class Guides(Feature):
+class Guides(RowOption):
     """The late feature of a session: its operand, masks [N, W], depends on tokens of the step before, which the host
     reads while the model runs.
 

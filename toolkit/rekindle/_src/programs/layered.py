@@ -25,13 +25,14 @@ from jax import Array
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import Bucket, Key, StepPart
-from rekindle._src.programs.feature import GREEDY, StepInputs
+from rekindle._src.programs.buckets import Bucket, Key, StepSpan
 from rekindle._src.programs.kv_layout import Paging
 from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import GREEDY
 from rekindle._src.programs.step import ChoiceInputs, Leaves, ModelOutput, Operands, StepOutput, finish, finish_forward
+from rekindle._src.programs.step_part import StepInputs
 from rekindle._src.programs.store import CompiledProgram, LateStore, watching_hits
 from rekindle.errors import CompileError, StoreError
 
@@ -276,9 +277,9 @@ class LayeredPrograms:
 
     def takes(self, key: Key) -> TypeGuard[Bucket]:
         """True if the program can be made of parts: a step or its first half, on one device."""
-        if not isinstance(key, Bucket) or key.part not in (StepPart.ALL, StepPart.FORWARD):
+        if not isinstance(key, Bucket) or key.span not in (StepSpan.ALL, StepSpan.FORWARD):
             return False
-        inside = any(feature.inside for feature in self._recipes.layout(key).compiled)
+        inside = any(feature.part.inside for feature in self._recipes.layout(key).compiled)
         return not inside and not self._recipes.parts.divided
 
     def load(self, key: Bucket) -> LayeredStep | LayeredForward:
@@ -316,7 +317,7 @@ class LayeredPrograms:
         return Cut.of(self._recipes.graph, self._recipes.leaves)
 
     def _assembled(self, key: Bucket, found: Mapping[str, CompiledProgram]) -> LayeredStep | LayeredForward:
-        kind = LayeredForward if key.part is StepPart.FORWARD else LayeredStep
+        kind = LayeredForward if key.span is StepSpan.FORWARD else LayeredStep
         layers = [found[self._layer_name(key, layer)] for layer in self._cut.kinds]
         greedy = found.get(self._closing_name(key, greedy=True))
         rest, has_rest = functools.partial(self._closed, key), functools.partial(self._has_closed, key)
@@ -411,8 +412,8 @@ class LayeredPrograms:
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
-        changes = any(feature.variant and feature.changing for feature in self._recipes.layout(key).compiled)
-        yield self._closing(key, greedy=not changes and not key.part)
+        changes = any(feature.part.variant and feature.part.changing for feature in self._recipes.layout(key).compiled)
+        yield self._closing(key, greedy=not changes and not key.span)
 
     def _opening(self, key: Bucket) -> ProgramPart:
         recipes, layout = self._recipes, self._recipes.layout(key)
@@ -438,7 +439,7 @@ class LayeredPrograms:
     def _closing(self, key: Bucket, *, greedy: bool) -> ProgramPart:
         recipes, cut, layout = self._recipes, self._cut, self._recipes.layout(key)
         name = self._closing_name(key, greedy=greedy)
-        if key.part is StepPart.FORWARD:
+        if key.span is StepSpan.FORWARD:
 
             def forwarded() -> tuple[Any, ...]:
                 shapes = self._shapes(key)

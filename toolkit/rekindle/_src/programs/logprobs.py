@@ -24,7 +24,8 @@ from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import MAX_LOGPROBS, Sampling
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, FeatureRead, RowFlag, RowReports, StepInputs, branch
+from rekindle._src.programs.row_option import Columns, FeatureRead, RowFlag, RowOption, RowReports
+from rekindle._src.programs.step_part import StepInputs, StepPart, branch
 from rekindle_kernels import Choice, top_k
 
 Packed = NDArray[np.int32]
@@ -125,20 +126,14 @@ def prompt_logprobs(
         return branch(any_flags & RowFlag.PROMPT_LOGPROBS != 0, score, lambda: empty)
 
 
-class Logprobs(Feature[None, tuple[()]]):
-    """The log-probability of each chosen token, and the most likely ones: columns next to the token."""
+class LogprobsOption(RowOption):
+    """The log-probability of each chosen token, and the most likely ones."""
 
-    option, bits, width = "sampling.scored", int(RowFlag.LOGPROBS), WIDTH
-
-    def __init__(self, *, deterministic: bool) -> None:
-        self._deterministic = deterministic
+    option, bits = "sampling.scored", int(RowFlag.LOGPROBS)
 
     def flags(self, request: Request) -> int:
         sampling = request.sampling
         return 0 if sampling.logprobs is None or sampling.whole_logprobs else self.bits
-
-    def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
-        return row_logprobs(inputs.any_flags, logits, tokens, deterministic=self._deterministic)
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
         for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
@@ -147,15 +142,24 @@ class Logprobs(Feature[None, tuple[()]]):
                 LOGPROBS.put(own, unpack_logprobs(read.columns[place], token, sampling.logprobs))
 
 
-class PromptLogprobs(Feature[Array, tuple[()]]):
-    """The log-probabilities of a prompt's own tokens: an array of a line for each prefill token."""
+class Logprobs(StepPart[None, tuple[()]]):
+    """Columns next to the token, in programs of all variants."""
 
-    option = "sampling.scored"
-    bits = steady = int(RowFlag.PROMPT_LOGPROBS)
-    per_token = has_output = True
+    width = WIDTH
 
     def __init__(self, *, deterministic: bool) -> None:
         self._deterministic = deterministic
+
+    def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
+        return row_logprobs(inputs.any_flags, logits, tokens, deterministic=self._deterministic)
+
+
+class PromptLogprobsOption(RowOption[Array]):
+    """The log-probabilities of a prompt's own tokens."""
+
+    option = "sampling.scored"
+    bits = steady = int(RowFlag.PROMPT_LOGPROBS)
+    per_token = True
 
     def flags(self, request: Request) -> int:
         return 0 if request.sampling.prompt_logprobs is None else self.bits
@@ -168,9 +172,6 @@ class PromptLogprobs(Feature[Array, tuple[()]]):
         tokens: Array = columns.tokens
         return tokens
 
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: object) -> Array:
-        return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
-
     def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert isinstance(read.output, np.ndarray), "all programs score prompts"
         first = 0
@@ -181,6 +182,18 @@ class PromptLogprobs(Feature[Array, tuple[()]]):
                 scores = zip(read.output[first + skipped :], targets.tolist(), strict=False)
                 PROMPT_LOGPROBS.put(reports[index], *[unpack_logprobs(line, token, count) for line, token in scores])
             first += row.length
+
+
+class PromptLogprobs(StepPart[Array, tuple[()]]):
+    """An array of a line for each prefill token."""
+
+    has_output = True
+
+    def __init__(self, *, deterministic: bool) -> None:
+        self._deterministic = deterministic
+
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Array, kept: object) -> Array:
+        return prompt_logprobs(inputs.any_flags, hidden, own, model.logits, deterministic=self._deterministic)
 
 
 def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
@@ -263,13 +276,10 @@ def is_whole(sampling: Sampling) -> bool:
     return sampling.logprobs is not None and sampling.whole_logprobs
 
 
-class Distribution(Feature[None, tuple[()]]):
-    """The log-probabilities of the whole vocabulary: columns next to the token."""
+class DistributionOption(RowOption):
+    """The log-probabilities of the whole vocabulary."""
 
-    option, variant = "sampling.scored", ProgramVariant.DISTRIBUTION
-
-    def __init__(self, vocab_size: int, *, deterministic: bool) -> None:
-        self.width, self._deterministic = vocab_size, deterministic
+    option = "sampling.scored"
 
     def flags(self, request: Request) -> int:
         return int(RowFlag.SAMPLED_LOGPROBS) if request.sampling.logprobs_of == "sampled" else 0
@@ -277,6 +287,20 @@ class Distribution(Feature[None, tuple[()]]):
     def in_plan(self, plan: StepPlan) -> bool:
         rows = [row for row in plan.rows if row.request.sampling.logprobs is not None]
         return any(row.samples and row.request.sampling.whole_logprobs for row in rows)
+
+    def read(self, read: FeatureRead, reports: RowReports) -> None:
+        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
+            if token is not None and is_whole(row.request.sampling):
+                LOGPROBS.put(own, _entry(read.columns[place].view(np.float32), token, row.request.sampling))
+
+
+class Distribution(StepPart[None, tuple[()]]):
+    """Columns next to the token, one for each token of the vocabulary."""
+
+    variant = ProgramVariant.DISTRIBUTION
+
+    def __init__(self, vocab_size: int, *, deterministic: bool) -> None:
+        self.width, self._deterministic = vocab_size, deterministic
 
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         with jax.named_scope("logprobs"):
@@ -290,11 +314,6 @@ class Distribution(Feature[None, tuple[()]]):
 
             result = branch(inputs.any_flags & RowFlag.SAMPLED_LOGPROBS != 0, sampled, lambda: result)
             return lax.bitcast_convert_type(result, jnp.int32)
-
-    def read(self, read: FeatureRead, reports: RowReports) -> None:
-        for row, token, place, own in zip(read.plan.rows, read.tokens, read.places, reports, strict=True):
-            if token is not None and is_whole(row.request.sampling):
-                LOGPROBS.put(own, _entry(read.columns[place].view(np.float32), token, row.request.sampling))
 
 
 def _entry(logprobs: NDArray[np.float32], token: int, sampling: Sampling) -> TokenLogprobs:

@@ -32,10 +32,12 @@ from jax import Array, lax
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
-from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs, TokenPlaces, drawing_flags
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.request_state import NOWHERE
+from rekindle._src.programs.row_option import Columns, RowFlag, TokenPlaces, drawing_flags
+from rekindle._src.programs.step_part import StepInputs, StepPart
 from rekindle_kernels import Choice, current_platform
 
 T = TypeVar("T")
@@ -248,10 +250,10 @@ class Layout:
         """The features that the program contains."""
         return self.features.compiled(self.variants)
 
-    def compiled_with(self, own: tuple[object, ...]) -> list[tuple[Feature, object]]:
-        """Return the features that the program contains, with their inputs."""
-        compiled = self.compiled
-        return [entry for entry in zip(self.features.entries, own, strict=True) if entry[0] in compiled]
+    def compiled_with(self, own: tuple[object, ...]) -> list[tuple[StepPart, object]]:
+        """Return the parts that the program contains, with their inputs."""
+        entries, compiled = zip(self.features.entries, own, strict=True), self.compiled
+        return [(feature.part, inputs) for feature, inputs in entries if feature in compiled]
 
     @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
@@ -414,9 +416,9 @@ class Upload:
             assert row.token_ids is not None, "a prefill row has its tokens"
             end = offset + row.length
             self._tokens[offset:end] = row.token_ids
-            for feature, extra in self._per_token:
-                if prefill[index][3] & feature.bits:
-                    feature.write_tokens(row, extra[offset:end])
+            for option, extra in self._per_token:
+                if prefill[index][3] & option.bits:
+                    option.write_tokens(row, extra[offset:end])
             offset = end
             self._offsets[index + 1] = offset
         self._offsets[len(prefill) + 1 :] = offset
@@ -452,10 +454,9 @@ class Upload:
         self._row_extra.fill(0)
         rows = [*enumerate(plan.decode), *enumerate(plan.prefill, start=self.layout.rows)]
         first = 0
-        for feature in self.layout.features.entries:
-            if feature.row_ints:
-                feature.write_rows(plan, rows, self._row_extra[:, first : first + feature.row_ints])
-                first += feature.row_ints
+        for option in self.layout.features.per_row:
+            option.write_rows(plan, rows, self._row_extra[:, first : first + option.row_ints])
+            first += option.row_ints
 
     def _write_pages(self, index: int, pages: IntArray) -> None:
         used = min(len(pages), self.layout.width)
@@ -525,15 +526,15 @@ def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array,
     """Return the inputs of each feature. They are the same in all variants, which share openings; see `layered`."""
     tokens = dict(zip(layout.features.per_token, extra, strict=True))
     starts, own = [_CONSTANT, 0, DRAWING], []
-    for feature in layout.features.entries:
+    for option in layout.features.options:
         parts: list[Array | None] = []
         for index, (columns, count) in enumerate(
-            ((ints, feature.ints), (row_extra, feature.row_ints), (floats, len(feature.neutral)))
+            ((ints, option.ints), (row_extra, option.row_ints), (floats, len(option.neutral)))
         ):
             start = starts[index]
             parts.append(columns[:, start : start + count] if count else None)
             starts[index] += count
-        own.append(feature.unpack(Columns._make((flags, *parts, tokens.get(feature)))))
+        own.append(option.unpack(Columns._make((flags, *parts, tokens.get(option)))))
     return tuple(own)
 
 

@@ -14,7 +14,7 @@ from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftPrograms
+from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftedRows, DraftPrograms
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
@@ -65,7 +65,7 @@ class ProgramPlan:
         more: list[Feature] = [feature for part in self.parts for feature in part.features(self)]
         more += [plan.feature(number) for number, plan in enumerate(sides)]
         if any(plan.spare for plan in sides):
-            more.append(DraftChains())
+            more.append(Feature(DraftedRows(), DraftChains()))
         more += self.drafter.features()
         processors = check_processors(self.processors)
         return features_of(processors, self.model.vocab_size, *more, deterministic=precision.deterministic)

@@ -44,10 +44,9 @@ from rekindle._src.programs.buckets import (
     Helper,
     Key,
     ProgramVariant,
-    StepPart,
+    StepSpan,
 )
 from rekindle._src.programs.drafting import NO_DRAFTS, DraftPrograms
-from rekindle._src.programs.feature import GREEDY
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms, compiled_with
 from rekindle._src.programs.packing import DataShards, Layout
@@ -55,6 +54,7 @@ from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import GREEDY
 from rekindle._src.programs.side_caches import side_caches
 from rekindle._src.programs.store import (
     KEPT_THERE,
@@ -415,7 +415,7 @@ class Programs:
                 in_parts = entry.form is Form.PARTS
             key = entry.key
             try:
-                if in_parts and isinstance(key, Bucket) and key.part and self.gated:
+                if in_parts and isinstance(key, Bucket) and key.span and self.gated:
                     self.get(buckets.gated(key, self._lattice))  # steps with guided rows run it in place of both halves
                 elif in_parts:
                     with entry.lock:
@@ -603,8 +603,8 @@ class Programs:
         return programs + (f", kernel {kernel}" if kernel else "") if names else ""
 
 
-def _guided(*, gated: bool) -> StepPart:
-    return StepPart.GATED if gated else StepPart.HALVES
+def _guided(*, gated: bool) -> StepSpan:
+    return StepSpan.GATED if gated else StepSpan.HALVES
 
 
 def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:

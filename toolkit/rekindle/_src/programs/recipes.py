@@ -28,7 +28,7 @@ from rekindle._src.programs.buckets import (
     Bucket,
     Helper,
     Key,
-    StepPart,
+    StepSpan,
 )
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.packing import Layout
@@ -171,7 +171,7 @@ class Recipes:
     def recipe(self, key: Key) -> Recipe:
         """Return the recipe of a program."""
         if isinstance(key, Bucket):
-            return self._half(key) if key.part not in (StepPart.ALL, StepPart.GATED) else self._step(key)
+            return self._half(key) if key.span not in (StepSpan.ALL, StepSpan.GATED) else self._step(key)
         if key == MEMORY:
             return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
         if key == ADMIT:
@@ -225,7 +225,7 @@ class Recipes:
         step = make_step(self.graph, layout, self.page_size, implementation=self.config.kernels)
         arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout), self._operands(key))
         operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
-        if key.part is StepPart.GATED:
+        if key.span is StepSpan.GATED:
             assert not self.parts.divided, "no program on a mesh waits for an operand"
             arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)
         results = (PAGES, ROWS, StepOutput._make((ROWS, self.features.output_layouts(key.variants))))
@@ -235,7 +235,7 @@ class Recipes:
         """Return the recipe of one of the two programs of a late step."""
         layout = self.layout(key)
         upload = self.upload(layout)
-        if key.part is StepPart.FORWARD:
+        if key.span is StepSpan.FORWARD:
             forward = make_forward(self.graph, layout, self.page_size, implementation=self.config.kernels)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload, self._operands(key))
             operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))

@@ -22,8 +22,9 @@ from jax import Array, lax
 import rekindle_kernels
 from rekindle._src.core.records import Request, Row
 from rekindle._src.programs.draft_rows import histories
-from rekindle._src.programs.feature import Columns, Feature, RowFlag, StepInputs
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import Columns, RowFlag, RowOption
+from rekindle._src.programs.step_part import StepInputs, StepPart
 from rekindle_kernels import Choice, Wanted
 
 NOT_FINITE = -1  # read by the host in place of the token of a row with numbers that are not finite
@@ -100,11 +101,11 @@ def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array, hi
     return logits.at[rows, ends].set(-jnp.inf, mode="drop")
 
 
-class LogitShaping(Feature[Shaping, tuple[()]]):
-    """Bias, penalties and `min_tokens`: three float columns, and the history in a request's slot."""
+class ShapingOption(RowOption[Shaping]):
+    """Bias, penalties and `min_tokens` of a row: three float columns, and the history in a request's slot."""
 
     option = "sampling.shaped"
-    bits = changing = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)
+    bits = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)
     history = int(RowFlag.PENALISED)
     neutral = 1.0, 0.0, 0.0
 
@@ -128,6 +129,12 @@ class LogitShaping(Feature[Shaping, tuple[()]]):
         repetition, presence, frequency = (columns.floats[:, column] for column in range(len(self.neutral)))
         flags = columns.flags
         return Shaping(repetition, presence, frequency, (flags & RowFlag.BIASED) != 0, (flags & RowFlag.BARRED) != 0)
+
+
+class LogitShaping(StepPart[Shaping, tuple[()]]):
+    """Changes logits by bias, penalties and `min_tokens`."""
+
+    changing = ShapingOption.bits
 
     def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
         return shape(logits, own, state, inputs.slots, histories(state, inputs))

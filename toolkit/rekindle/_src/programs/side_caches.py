@@ -57,9 +57,10 @@ from rekindle._src.models.base import Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import FEW, SMALLEST_ROWS, Helper
-from rekindle._src.programs.feature import Columns, Feature, TokenPlaces
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.kv_layout import KV, Layer, Payload
 from rekindle._src.programs.partitioning import HEADS, PAYLOAD, DeviceLayout, Partitioning
+from rekindle._src.programs.row_option import Columns, RowOption, TokenPlaces
 from rekindle_kernels import EDGE
 
 
@@ -192,7 +193,7 @@ class RecurrentStates(DevicePlan):
         )
 
     def feature(self, number: int) -> Feature:
-        return StateSlots(number)
+        return Feature(StateSlots(number))
 
     def gather(self, kv: KV, ids: Array) -> Payload:
         return (jnp.concatenate([array[ids].reshape(ids.shape[0], -1) for array in _states(kv)], axis=1),)
@@ -230,7 +231,7 @@ def _spare(config: EngineConfig) -> int:
     return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if config.asks_for_drafts else 0
 
 
-class StateSlots(Feature[tuple[Array, Array], tuple[()]]):
+class StateSlots(RowOption[tuple[Array, Array]]):
     """The slots that a step reads and writes, two integers in each row, where an entry stands for all tokens before.
 
     A row may read its sequence's entry from one slot and write it to another. So an entry that the prefix tree keeps is
@@ -336,7 +337,7 @@ class WindowPages(DevicePlan):
         )
 
     def feature(self, number: int) -> Feature:
-        return PageTables(number, self.most)
+        return Feature(PageTables(number, self.most))
 
     def gather(self, kv: KV, ids: Array) -> Payload:
         return paged.gather(kv, ids, windows=True)
@@ -368,7 +369,7 @@ class RowPages(NamedTuple):
         return jnp.where((places >= 0) & (places < most), taken, 0)
 
 
-class PageTables(Feature[RowPages, tuple[()]]):
+class PageTables(RowOption[RowPages]):
     """The pages of each row, and for layers the page of each token, and a table of all places."""
 
     side = "windows"

@@ -26,10 +26,11 @@ from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.models.hooks import stream_at
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.draft_rows import recording
-from rekindle._src.programs.feature import ChosenStep, Feature, RowFlag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, keep_hidden, record
+from rekindle._src.programs.row_option import RowFlag
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
+from rekindle._src.programs.step_part import ChosenStep, StepInputs, StepPart, branch
 from rekindle_kernels import draws_in_one_call, greedy
 
 Leaves = Sequence[Array]
@@ -84,11 +85,11 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
         new_state, output, tokens = _finished(graph, layout, computed, inputs, state, gate)
-        for (feature, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
-            if feature.follows:
+        for (part, own), arrays in zip(layout.compiled_with(inputs.own), operands, strict=True):
+            if part.follows:
                 read = jnp.concatenate(computed.streams or (computed.hidden,), axis=-1)
                 chosen = ChosenStep(computed.model, read, inputs, own, arrays, tokens, new_state)
-                new_kv = feature.follow(chosen, new_kv)
+                new_kv = part.follow(chosen, new_kv)
         return new_kv, new_state, output
 
     return step
@@ -140,7 +141,7 @@ def _compute(
     implementation: str | None,
 ) -> tuple[paged.KV, ModelOutput]:
     compiled = zip(layout.compiled_with(inputs.own), operands, strict=True)
-    hooks = [feature.hooks(inputs, own, arrays) for (feature, own), arrays in compiled]
+    hooks = [part.hooks(inputs, own, arrays) for (part, own), arrays in compiled]
     streams, places = dict[int, Array](), layout.features.streams
     listeners = [hook.listener for hook in hooks if hook.listener is not None]
     listeners += [stream_at(streams, places)] if places else []
@@ -170,12 +171,12 @@ def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
     or 0 in steps with flags of a feature that reads hidden states. None if the program has no prompts, or has a feature
     that reads hidden states in every step.
     """
-    readers = [feature for feature in layout.compiled if feature.has_output]
-    every = any(feature.follows or (feature.has_output and not feature.bits) for feature in layout.compiled)
+    compiled = [(feature.row.bits, feature.part) for feature in layout.compiled]
+    every = any(part.follows or (part.has_output and not bits) for bits, part in compiled)
     if not layout.tokens or every:
         return None
-    bits = functools.reduce(operator.or_, (feature.bits for feature in readers), 0)
-    return jnp.where(inputs.any_flags & bits != 0, 0, jnp.maximum(inputs.cu_lengths[1] - 1, 0))
+    read = functools.reduce(operator.or_, (bits for bits, part in compiled if part.has_output), 0)
+    return jnp.where(inputs.any_flags & read != 0, 0, jnp.maximum(inputs.cu_lengths[1] - 1, 0))
 
 
 def finish(
@@ -213,11 +214,11 @@ def finish_forward(layout: Layout, computed: ModelOutput, inputs: StepInputs) ->
     last = computed.hidden[inputs.last]
     streams = tuple(stream[inputs.last] for stream in computed.streams)
     scores = ChoiceInputs(computed.model.logits(last, needed), last, streams)
-    outputs: dict[Feature, object] = {}
-    for (feature, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
-        if feature.has_output:
-            outputs[feature] = feature.output(computed.model, computed.hidden, inputs, own, kept)
-    return scores, tuple(outputs.get(feature) for feature in layout.features.outputs)
+    outputs: dict[StepPart, object] = {}
+    for (part, own), kept in zip(layout.compiled_with(inputs.own), computed.kept, strict=True):
+        if part.has_output:
+            outputs[part] = part.output(computed.model, computed.hidden, inputs, own, kept)
+    return scores, tuple(outputs.get(part) for part in layout.features.outputs)
 
 
 def _choose(
@@ -246,8 +247,8 @@ def _choose(
         changed = _changed(layout, logits, inputs, state)
         return changed if operand is None else late.allow(changed, operand)
 
-    with_columns = [feature for feature in layout.compiled if feature.width]
-    columns = [feature.columns(logits, tokens, inputs, chosen_from) for feature in with_columns]
+    with_columns = [feature.part for feature in layout.compiled if feature.part.width]
+    columns = [part.columns(logits, tokens, inputs, chosen_from) for part in with_columns]
     samples = inputs.flag(RowFlag.SAMPLES)
     slots = jnp.where(samples, inputs.slots, layout.slots)
     counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
@@ -289,6 +290,6 @@ def _sample(
 
 def _changed(layout: Layout, logits: Array, inputs: StepInputs, state: RequestState) -> Array:
     """Return the logits [N, V] as the features of the program change them."""
-    for feature, own in layout.compiled_with(inputs.own):
-        logits = feature.change(logits, inputs, own, state)
+    for part, own in layout.compiled_with(inputs.own):
+        logits = part.change(logits, inputs, own, state)
     return logits

@@ -26,15 +26,9 @@ from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import Request
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.draft_rows import histories
-from rekindle._src.programs.feature import (
-    FIRST_PROCESSOR,
-    MAX_PROCESSORS,
-    PROCESSORS,
-    Feature,
-    StepInputs,
-    branch,
-)
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.row_option import FIRST_PROCESSOR, MAX_PROCESSORS, PROCESSORS, RowOption
+from rekindle._src.programs.step_part import StepInputs, StepPart, branch
 from rekindle.errors import ConfigError
 
 MAX_DEPTH = 8  # of functions that use other functions
@@ -234,15 +228,12 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
     return logits
 
 
-class Processors(Feature[None, tuple[()]]):
-    """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
+class ProcessorsOption(RowOption):
+    """The processors that a request names: a flag for each."""
 
-    option = "sampling.processors"
-    changing, variant, warmed = PROCESSORS, ProgramVariant.PROCESSORS, True
-    history = PROCESSORS
+    option, history = "sampling.processors", PROCESSORS
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
-        self._processors = tuple(processors)
         self._bits = {processor.name: 1 << FIRST_PROCESSOR + index for index, processor in enumerate(processors)}
 
     def flags(self, request: Request) -> int:
@@ -250,6 +241,15 @@ class Processors(Feature[None, tuple[()]]):
 
     def reads_slot(self, request: Request) -> bool:
         return True
+
+
+class Processors(StepPart[None, tuple[()]]):
+    """The session's processors, in the programs of a variant that is compiled ahead."""
+
+    changing, variant, warmed = PROCESSORS, ProgramVariant.PROCESSORS, True
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = tuple(processors)
 
     def change(self, logits: Array, inputs: StepInputs, own: None, state: RequestState) -> Array:
         history = histories(state, inputs)

@@ -64,7 +64,7 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
             return -1, 0, 0
-        return (1 if key.variants else 0) + (2 if key.part else 0), key.rows, key.tokens
+        return (1 if key.variants else 0) + (2 if key.span else 0), key.rows, key.tokens
 
     return sorted(keys, key=rank)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rekindle._src.capabilities.adapters.slots import AdapterSlots, units_for
-from rekindle._src.capabilities.adapters.step import Adapters, Stacks
+from rekindle._src.capabilities.adapters.step import AdapterOption, Adapters, Stacks
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, SessionPlan
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
@@ -35,7 +35,8 @@ class AdaptersPlan(CapabilityPlan):
             return ()
         graph = plan.graph
         stacks = Stacks(lambda: sites_of(graph.config).sites, _units(plan), graph.precision.weights, plan.placement)
-        return (Adapters(stacks, ahead=bool(self._sources), implementation=graph.precision.implementation),)
+        part = Adapters(stacks, ahead=bool(self._sources), implementation=graph.precision.implementation)
+        return (Feature(AdapterOption(stacks), part),)
 
     def room(self, programs: ProgramPlan) -> DeviceRoom | None:
         return None if _refused(programs) else AdapterSlots(programs.config.max_adapters, _units(programs))

@@ -39,8 +39,9 @@ from rekindle._src.models.hooks import Norm
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
 from rekindle._src.programs.partitioning import PARTS, WHOLE
+from rekindle._src.programs.row_option import Columns, RowOption
+from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart
 from rekindle_kernels import AdaptedTokens
 
 CHUNK = 128
@@ -52,6 +53,9 @@ class Chunk(NamedTuple):
 
     down: Any  # [modules · experts · CHUNK, in], where experts is 1 but for stacks of them
     up: Any  # [experts · CHUNK, out]
+
+
+log = logging.getLogger("rekindle.session")
 
 
 class AdapterOperands(NamedTuple):
@@ -69,6 +73,7 @@ class Stacks:
         self._find_sites, self.chunks, self._placement = sites, -(-units // UNITS), placement
         self._dtype = jnp.dtype(dtype)
         self._slots: dict[str, int] = {}  # by digest
+        self._failed: dict[str, AdapterLoad] = {}  # by digest; tried again for each request
         self._stacks: list[list[Chunk]] | None = None  # made at the first use
         self._operands: AdapterOperands | None = None  # of steps, until the stacks change
         self._host: dict[tuple[int, int], Chunk] = {}  # the content of chunks that are not empty
@@ -88,7 +93,11 @@ class Stacks:
         return self._dtype.name
 
     def slot(self, digest: str) -> int:
-        """Return the slot of an adapter that is here."""
+        """Return the slot of an adapter that was loaded. Put it there if that failed before."""
+        failed = self._failed.get(digest)
+        if failed is not None:
+            self._put_load(failed)
+            del self._failed[digest]
         return self._slots[digest]
 
     @functools.cached_property
@@ -130,8 +139,19 @@ class Stacks:
         """Let go of the device's arrays, which the next step brings back from host memory."""
         self._stacks = self._operands = None
 
-    def put(self, load: AdapterLoad) -> None:
-        """Put an adapter into a slot. Its units' former content is lost."""
+    def load(self, load: AdapterLoad) -> None:
+        """Put an adapter into a slot. Its units' former content is lost. If it fails, requests try again."""
+        units = set(load.units)
+        for digest, failed in tuple(self._failed.items()):
+            if digest == load.adapter.digest or failed.slot == load.slot or not units.isdisjoint(failed.units):
+                del self._failed[digest]
+        try:
+            self._put_load(load)
+        except Exception as error:
+            log.warning("the adapter %r could not be put on the device: %r", load.adapter.name, error)
+            self._failed[load.adapter.digest] = load
+
+    def _put_load(self, load: AdapterLoad) -> None:
         adapter = load.adapter
         assert isinstance(adapter, Adapter), "adapters of a session have weights"
         owners = self._owners.copy()
@@ -226,18 +246,35 @@ class Stacks:
         return [[Chunk(*map(empty, shape))] * self.chunks for shape in shapes]
 
 
-log = logging.getLogger("rekindle.session")
+class AdapterOption(RowOption[Array]):
+    """The adapter of a row: its slot in a column."""
+
+    option, ints = AdapterUse, 1
+
+    def __init__(self, stacks: Stacks) -> None:
+        self._stacks = stacks
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        use = request.extensions.get(AdapterUse)
+        assert use is not None, "its option"
+        return (self._stacks.slot(use.adapter.digest),), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return bool([row for row in plan.rows if AdapterUse in row.request.extensions])
+
+    def unpack(self, columns: Columns) -> Array:
+        slots: Array = columns.ints[:, 0]
+        return slots
 
 
-class Adapters(Feature[Array, AdapterOperands]):
+class Adapters(StepPart[Array, AdapterOperands]):
     """The adapters of rows. Operands are the stacks, which `load` changes between steps."""
 
-    option, variant, inside, ints = AdapterUse, ProgramVariant.ADAPTERS, True, 1
+    variant, inside = ProgramVariant.ADAPTERS, True
 
     def __init__(self, stacks: Stacks, *, ahead: bool = False, implementation: str | None = None) -> None:
         self.stacks, self.warmed = stacks, ahead
         self._implementation, self.matrices = implementation, stacks.dtype
-        self._failed: dict[str, AdapterLoad] = {}  # by digest; tried again for each request
 
     @property
     def operands(self) -> AdapterOperands:  # type: ignore[override]
@@ -253,37 +290,11 @@ class Adapters(Feature[Array, AdapterOperands]):
 
     def load(self, loads: Sequence[DeviceLoad]) -> None:
         for load in loads:
-            if not isinstance(load, AdapterLoad):
-                continue
-            units = set(load.units)
-            for digest, failed in tuple(self._failed.items()):
-                if digest == load.adapter.digest or failed.slot == load.slot or not units.isdisjoint(failed.units):
-                    del self._failed[digest]
-            try:
-                self.stacks.put(load)
-            except Exception as error:
-                log.warning("the adapter %r could not be put on the device: %r", load.adapter.name, error)
-                self._failed[load.adapter.digest] = load
+            if isinstance(load, AdapterLoad):
+                self.stacks.load(load)
 
     def free(self) -> None:
         self.stacks.free()
-
-    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        use = request.extensions.get(AdapterUse)
-        assert use is not None, "its option"
-        digest = use.adapter.digest
-        failed = self._failed.get(digest)
-        if failed is not None:
-            self.stacks.put(failed)
-            del self._failed[digest]
-        return (self.stacks.slot(digest),), ()
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return bool([row for row in plan.rows if AdapterUse in row.request.extensions])
-
-    def unpack(self, columns: Columns) -> Array:
-        slots: Array = columns.ints[:, 0]
-        return slots
 
     def hooks(self, inputs: StepInputs, own: Array, operands: AdapterOperands) -> Hooks:
         tokens = AdaptedTokens.of(inputs.of_tokens(own))

@@ -25,7 +25,8 @@ from rekindle._src.core.positions import Layers, layer_of
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.core.taps import STEER_SITES, SteerSite, layers_of
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
+from rekindle._src.programs.row_option import Columns, RowOption
+from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart
 from rekindle._src.programs.user_functions import check_all, check_function, function_hash, problem_of
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -161,14 +162,35 @@ def _layers(tap: Tap, count: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(layer_of("taps", layer, count) for layer in numbers))
 
 
-class CustomTaps(Feature[Array, tuple[object, ...]]):
-    """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
+class CustomTapsOption(RowOption[Array]):
+    """The session's taps that a request names: a bit for each in a column."""
 
-    option, variant, warmed, inside, ints = RequestTaps, ProgramVariant.TAPS, True, True, 1
+    option, ints = RequestTaps, 1
+
+    def __init__(self, taps: Sequence[Tap]) -> None:
+        self._bits = {tap.name: 1 << index for index, tap in enumerate(taps)}
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        tapped = request.extensions.get(RequestTaps)
+        assert tapped is not None, "its option"
+        return (sum(self._bits[name] for name in tapped.custom),), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        tapped = [row.request.extensions.get(RequestTaps) for row in plan.rows]
+        return any(one.custom for one in tapped if one is not None)
+
+    def unpack(self, columns: Columns) -> Array:
+        bits: Array = columns.ints[:, 0]
+        return bits
+
+
+class CustomTaps(StepPart[Array, tuple[object, ...]]):
+    """The session's taps, in the programs of a variant that is compiled ahead."""
+
+    variant, warmed, inside = ProgramVariant.TAPS, True, True
 
     def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
         self._taps, self._layers, self._divided = tuple(taps), layers, divided
-        self._bits = {tap.name: 1 << index for index, tap in enumerate(taps)}
         self._places: dict[int, list[tuple[int, int]]] = {}  # the taps of each place, and their layers there
         for index, tap in enumerate(taps):
             for layer in _layers(tap, layers):
@@ -184,19 +206,6 @@ class CustomTaps(Feature[Array, tuple[object, ...]]):
     @property
     def operand_shapes(self) -> Any:
         return tuple(_shapes(tap.arrays) for tap in self._taps)
-
-    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        tapped = request.extensions.get(RequestTaps)
-        assert tapped is not None, "its option"
-        return (sum(self._bits[name] for name in tapped.custom),), ()
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        tapped = [row.request.extensions.get(RequestTaps) for row in plan.rows]
-        return any(one.custom for one in tapped if one is not None)
-
-    def unpack(self, columns: Columns) -> Array:
-        bits: Array = columns.ints[:, 0]
-        return bits
 
     def hooks(self, inputs: StepInputs, own: Array, operands: tuple[object, ...]) -> Hooks:
         bits = inputs.of_tokens(own)

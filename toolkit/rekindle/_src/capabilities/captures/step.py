@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.capabilities.captures.custom import CustomTaps, Tap, check_places
+from rekindle._src.capabilities.captures.custom import CustomTaps, CustomTapsOption, Tap, check_places
 from rekindle._src.capabilities.captures.tapped import (
     INNER,
     MAX_PATCHES,
@@ -46,39 +46,26 @@ from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.hooks import STREAM_SITES, keeping
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
-from rekindle._src.programs.feature import Feature, FeatureRead, Helpers, Hooks, RowReports, StepInputs
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.partitioning import HEADS, ROWS
+from rekindle._src.programs.row_option import FeatureRead, Helpers, RowOption, RowReports
+from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart
 
 INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
 
-class Captures(Feature[None, tuple[()]]):
-    """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
+class CaptureOption(RowOption):
+    """Captures of the residual stream: the rows of its arrays that requests want."""
 
-    option, variant, instead = RequestTaps, ProgramVariant.CAPTURES, ProgramVariant.INNER_CAPTURES
-    inside = has_output = True
-    copied = False  # on a device with memory of its own: few of them are wanted
-    sites: tuple[str, ...] = ()  # inside the layers
+    option = RequestTaps
     _helpers: Helpers
-
-    def attach(self, helpers: Helpers) -> None:
-        self._helpers = helpers
 
     def in_plan(self, plan: StepPlan) -> bool:
         rows = _tapped(plan)
         return any(map(_captures, rows)) and not any(map(_captures_inside, rows))
 
-    def hooks(self, inputs: StepInputs, own: None, operands: tuple[()]) -> Hooks:
-        kept: dict[tuple[str, int], Array] = {}
-        return Hooks(keeping(kept, (*STREAM_SITES, *self.sites)), kept=kept)
-
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: Any) -> dict[str, object]:
-        stream = [array for (site, _), array in kept.items() if site in STREAM_SITES]
-        inside: dict[str, dict[str, Array]] = {site: {} for site in self.sites}
-        for (site, layer), array in kept.items():
-            if site in inside:
-                inside[site][str(layer)] = array  # keys are text, as stored programs describe results
-        return {"stream": stream, "norm": hidden, **inside}
+    def attach(self, helpers: Helpers) -> None:
+        self._helpers = helpers
 
     def on_host(self, output: Any, plan: StepPlan) -> dict[Key, np.ndarray[Any, Any]]:
         wanted = {key for row in filter(_captures, plan.rows) for key in row.request.extensions[RequestTaps].keys}
@@ -115,17 +102,8 @@ class Captures(Feature[None, tuple[()]]):
         return found
 
 
-def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return an output's lines as a request gets them: 16-bit floats, which numpy lacks, become float32."""
-    return lines if lines.dtype in (np.float32, np.int32) else lines.astype(np.float32)
-
-
-class InnerCaptures(Captures):
-    """The residual stream after every layer, and what attention and MLP compute inside of them."""
-
-    variant, instead, sites = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT, INSIDE
-    # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
-    output_layout = dict.fromkeys(("stream", "norm", *INSIDE), ROWS) | dict.fromkeys("qkv", HEADS)
+class InnerCaptureOption(CaptureOption):
+    """Captures inside the layers."""
 
     def __init__(self, model: ModelConfig) -> None:
         self._config = model
@@ -140,6 +118,40 @@ class InnerCaptures(Captures):
     def _once(self, array: np.ndarray[Any, Any], site: str, layer: int) -> np.ndarray[Any, Any]:
         """Return each kv head once: where a mesh has more devices than a layer has heads, several have the same one."""
         return array[:, :: array.shape[1] // self._config.pages_of(layer).heads]
+
+
+class Captures(StepPart[None, tuple[()]]):
+    """The residual stream after every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
+
+    variant, instead = ProgramVariant.CAPTURES, ProgramVariant.INNER_CAPTURES
+    inside = has_output = True
+    copied = False  # on a device with memory of its own: few of them are wanted
+    sites: tuple[str, ...] = ()  # inside the layers
+
+    def hooks(self, inputs: StepInputs, own: None, operands: tuple[()]) -> Hooks:
+        kept: dict[tuple[str, int], Array] = {}
+        return Hooks(keeping(kept, (*STREAM_SITES, *self.sites)), kept=kept)
+
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: Any) -> dict[str, object]:
+        stream = [array for (site, _), array in kept.items() if site in STREAM_SITES]
+        inside: dict[str, dict[str, Array]] = {site: {} for site in self.sites}
+        for (site, layer), array in kept.items():
+            if site in inside:
+                inside[site][str(layer)] = array  # keys are text, as stored programs describe results
+        return {"stream": stream, "norm": hidden, **inside}
+
+
+class InnerCaptures(Captures):
+    """The residual stream after every layer, and what attention and MLP compute inside of them."""
+
+    variant, instead, sites = ProgramVariant.INNER_CAPTURES, PLAIN_VARIANT, INSIDE
+    # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
+    output_layout = dict.fromkeys(("stream", "norm", *INSIDE), ROWS) | dict.fromkeys("qkv", HEADS)
+
+
+def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an output's lines as a request gets them: 16-bit floats, which numpy lacks, become float32."""
+    return lines if lines.dtype in (np.float32, np.int32) else lines.astype(np.float32)
 
 
 def _tapped(plan: StepPlan) -> list[Row]:
@@ -180,10 +192,29 @@ class _EditPart(NamedTuple):
     length: int
 
 
-class Steering(Feature[None, Edits]):
+class SteeringOption(RowOption):
+    """Changes of the residual stream alone."""
+
+    option = RequestTaps
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        rows = _tapped(plan)
+        return any(map(_edits, rows)) and not any(map(_edits_inside, rows))
+
+
+class InnerSteeringOption(RowOption):
+    """Changes of the outputs of attention and MLP, too."""
+
+    option = RequestTaps
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(map(_edits_inside, _tapped(plan)))
+
+
+class Steering(StepPart[None, Edits]):
     """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
 
-    option, variant, instead = RequestTaps, ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
+    variant, instead = ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
@@ -213,10 +244,6 @@ class Steering(Feature[None, Edits]):
 
     def _vectors(self) -> Any:
         return aligned((self._shards * self._shape[0], self._shape[1]), np.float32)
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        rows = _tapped(plan)
-        return any(map(_edits, rows)) and not any(map(_edits_inside, rows))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         entries, needed = zip(*(self._entries(plan, rows) for plan in plans), strict=True)
@@ -298,10 +325,10 @@ def _identities(parts: Sequence[_EditPart]) -> list[tuple[int, int, int]]:
     return [(id(edit), first, count) for edit, first, count in parts]
 
 
-class InnerSteering(Feature[None, Edits]):
+class InnerSteering(StepPart[None, Edits]):
     """Changes of the residual stream, and of the outputs of attention and MLP. Shares the operands of `Steering`."""
 
-    option, variant = RequestTaps, ProgramVariant.INNER_STEERING
+    variant = ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
     def __init__(self, stream: Steering, *, ahead: bool = False) -> None:
@@ -314,9 +341,6 @@ class InnerSteering(Feature[None, Edits]):
     @property
     def operand_shapes(self) -> Any:
         return self._stream.operand_shapes
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_edits_inside, _tapped(plan)))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         self._stream.prepare(plans, rows)
@@ -341,8 +365,12 @@ def tap_features(
     """Return the features of taps: changes come before captures, which see the changed values."""
     steering = Steering(model, config, placement.data, ahead=ProgramVariant.STEERING in ahead)
     inner = InnerSteering(steering, ahead=ProgramVariant.INNER_STEERING in ahead)
-    custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
-    return steering, inner, *custom, Captures(), InnerCaptures(model)
+    changes: list[Feature] = [Feature(SteeringOption(), steering), Feature(InnerSteeringOption(), inner)]
+    if taps:
+        own = CustomTaps(taps, model.num_layers, divided=placement.divided)
+        changes.append(Feature(CustomTapsOption(taps), own))
+    captures = Feature(CaptureOption(), Captures()), Feature(InnerCaptureOption(model), InnerCaptures())
+    return *changes, *captures
 
 
 def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:

@@ -42,11 +42,11 @@ class PicturesPlan(CapabilityPlan):
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
         if plan.model.pictures is None:
             return ()
-        from rekindle._src.capabilities.pictures.step import Pictures
+        from rekindle._src.capabilities.pictures.step import PictureOption, Pictures
 
         stream = plan.graph.precision.stream
-        ahead = self._encoder is not None
-        return (Pictures(plan.model, plan.config, stream, plan.placement.data, ahead=ahead),)
+        part = Pictures(plan.model, plan.config, stream, plan.placement.data, ahead=self._encoder is not None)
+        return (Feature(PictureOption(plan.model), part),)
 
     def facts(self, programs: ProgramPlan) -> Mapping[str, object]:
         return {"pictures": None if self._encoder is None else self._encoder.identity.hex()}

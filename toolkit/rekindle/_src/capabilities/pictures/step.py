@@ -25,8 +25,9 @@ from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Columns, Feature, Hooks, StepInputs
 from rekindle._src.programs.partitioning import ROWS
+from rekindle._src.programs.row_option import Columns, RowOption
+from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart
 
 
 class PictureRows(NamedTuple):
@@ -38,10 +39,37 @@ class PictureRows(NamedTuple):
     sees: Any  # int32 [M]: the end of each prefill token's picture, where its tokens see each other; else 0
 
 
-class Pictures(Feature["Array | None", PictureRows]):
+class PictureOption(RowOption["Array | None"]):
+    """Pictures of a row. Where ropes have coordinates, they give tokens after pictures another position."""
+
+    option = PictureUse
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._turns = turns(model)
+        self.ints = int(self._turns)
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        use = request.extensions.get(PictureUse)
+        assert use is not None, "its option"
+        return ((use.offset,) if self._turns else ()), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        rows = plan.rows if self._turns else plan.prefill  # rows that decode have positions of their own there
+        return any(PictureUse in row.request.extensions for row in rows)
+
+    def unpack(self, columns: Columns) -> Array | None:
+        return columns.ints[:, 0] if self._turns else None
+
+
+def turns(model: ModelConfig) -> bool:
+    """True if ropes of the model have several coordinates for each position."""
+    return any(rope.sections for rope in model.ropes)
+
+
+class Pictures(StepPart["Array | None", PictureRows]):
     """The rows of pictures. Each data shard has operands of its own."""
 
-    option, variant, inside, operand_layout = PictureUse, ProgramVariant.PICTURES, True, ROWS
+    variant, inside, operand_layout = ProgramVariant.PICTURES, True, ROWS
 
     def __init__(
         self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
@@ -51,8 +79,7 @@ class Pictures(Feature["Array | None", PictureRows]):
         self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
         self._levels, self._size, self._token = 1 + model.pictures.levels, model.hidden_size, model.pictures.token
         self._both_ways = model.pictures.both_ways != "no"
-        self._turns = any(rope.sections for rope in model.ropes)
-        self.ints = int(self._turns)
+        self._turns = turns(model)
         self._operands: PictureRows | None = None
 
     @property
@@ -71,15 +98,6 @@ class Pictures(Feature["Array | None", PictureRows]):
         rows = aligned((count, self._levels, self._size), self._dtype)
         places, coordinates = np.full(count, -1, np.int32), np.full((count, 3), -1, np.int32)
         return PictureRows(places, rows, coordinates, np.zeros(count, np.int32))
-
-    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        use = request.extensions.get(PictureUse)
-        assert use is not None, "its option"
-        return ((use.offset,) if self._turns else ()), ()
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        rows = plan.rows if self._turns else plan.prefill  # rows that decode have positions of their own there
-        return any(PictureUse in row.request.extensions for row in rows)
 
     def free(self) -> None:
         self._operands = None
@@ -114,9 +132,6 @@ class Pictures(Feature["Array | None", PictureRows]):
             after = np.arange(start + len(known), stop, dtype=np.int32) + use.offset  # generated before a preemption
             operands.coordinates[token + len(known) : token + row.length] = after[:, None]
         return count
-
-    def unpack(self, columns: Columns) -> Array | None:
-        return columns.ints[:, 0] if self._turns else None
 
     def hooks(self, inputs: StepInputs, own: Array | None, operands: PictureRows) -> Hooks:
         rows = inputs.decode_rows

@@ -20,8 +20,10 @@ from rekindle._src.core.records import StepPlan
 from rekindle._src.core.report_kinds import POOLED
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import ProgramVariant
-from rekindle._src.programs.feature import Feature, FeatureRead, RowReports, StepInputs
+from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.plan import ProgramPlan
+from rekindle._src.programs.row_option import FeatureRead, RowOption, RowReports
+from rekindle._src.programs.step_part import StepInputs, StepPart
 
 KINDS: tuple[str, ...] = get_args(Kind)
 
@@ -50,16 +52,13 @@ def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
         return jnp.stack([sums, last, first])  # in the order of KINDS
 
 
-class Pooling(Feature[None, tuple[()]]):
-    """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
+class PooledRows(RowOption):
+    """Prompts that become vectors."""
 
-    option, variant, has_output, shard_axis = PromptPooling, ProgramVariant.POOLING, True, 1
+    option = PromptPooling
 
     def in_plan(self, plan: StepPlan) -> bool:
         return any(PromptPooling in row.request.extensions for row in plan.prefill)
-
-    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: object) -> Array:
-        return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
         assert isinstance(read.output, np.ndarray), "a program that does not pool ran a request with pooling"
@@ -70,8 +69,17 @@ class Pooling(Feature[None, tuple[()]]):
                 POOLED.put(reports[len(read.plan.decode) + index], vector)
 
 
+class Pooling(StepPart[None, tuple[()]]):
+    """The sums, the last and the first states of each prefill, in a program of their own variant."""
+
+    variant, has_output, shard_axis = ProgramVariant.POOLING, True, 1
+
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: object) -> Array:
+        return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
+
+
 class PoolingPlan(CapabilityPlan):
     """Any session embeds prompts."""
 
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
-        return (Pooling(),)
+        return (Feature(PooledRows(), Pooling()),)
