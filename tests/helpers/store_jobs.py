@@ -17,6 +17,7 @@ import rekindle_kernels
 from helpers.disk_calls import Mark
 from helpers.stored_pages import IDENTITY, chain, payload_of, same
 from rekindle._src.capabilities.captures.files import CaptureFiles
+from rekindle._src.capabilities.captures.kept import StoredCaptures
 from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.core import atomic_checkpoint
 from rekindle._src.core.atomic_checkpoint import is_finished
@@ -27,7 +28,7 @@ from rekindle._src.core.store import Store
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers import disk as disk_module
-from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.notebook.chat import Transcripts
 from rekindle.errors import StoreError
 from rekindle_kernels import private_files

@@ -16,9 +16,9 @@ from helpers import checkpoints
 from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
+from rekindle._src.capabilities.captures.kept import KeptCaptures, parts_by_page
 from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.prefix import PageNamespace, Prefix
-from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 from rekindle._src.models.base import LoadedModel
 from rekindle.errors import ConfigError, InvalidRequest
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.backend import NO_SERVICES, Services
+from rekindle._src.kvcache.page_data import PageData
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.plan import ProgramAddition, ProgramPlan
 from rekindle._src.scheduling.admission import DeviceRoom
@@ -95,6 +96,10 @@ class CapabilityPlan(ProgramAddition):
 
     def check(self, programs: ProgramPlan) -> None:
         """Raise ConfigError for arguments of `open` that don't fit the model."""
+
+    def page_data(self, config: EngineConfig, root_key: bytes) -> PageData | None:
+        """Return the data that it keeps for pages, which are named from `root_key` on; None if it keeps none."""
+        return None
 
     def facts(self, programs: ProgramPlan) -> Mapping[str, object]:
         """Return all that it decides, as values that JSON keeps."""

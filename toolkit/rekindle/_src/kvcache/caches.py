@@ -22,7 +22,7 @@ class PrefixCaches:
         self.shards = tuple(shards)
         first = self.shards[0]
         self.page_size, self.clock = first.page_size, first.clock
-        self.host_tier, self.kept = first.host_tier, first.kept
+        self.host_tier, self.data = first.host_tier, first.data
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))

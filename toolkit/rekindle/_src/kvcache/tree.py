@@ -26,9 +26,9 @@ from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.digest import page_digest, page_keys
 from rekindle._src.kvcache.eviction import EvictionQueue
-from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Beginnings, Node, NodeTable, OffloadedNodes, TierLike, common, is_below
 from rekindle._src.kvcache.node import least_copied as least_of
+from rekindle._src.kvcache.page_data import PageData
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.side import SideCache, SideCaches
 
@@ -93,14 +93,15 @@ class PrefixCache:
         *,
         host_tier: TierLike | None = None,
         sides: Sequence[SideCache] = (),
-        kept: KeptCaptures | None = None,
+        data: Sequence[PageData] = (),
         least_copied: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`least_copied` tokens at the beginning of a page are worth a copy of it; 0: none are, None: the page size
         decides. With side caches none are: their entries are there at the end of whole pages alone."""
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
-        self.host_tier, self.clock, self.kept = host_tier, clock, kept
+        self.host_tier, self.clock = host_tier, clock
+        self.data = tuple(data)  # of capabilities, by the digests of pages
         self.sides = SideCaches(sides)
         for side in sides:
             side.digest_of = self.digest_of
@@ -555,8 +556,8 @@ class PrefixCache:
         self._leaves.clear()
         if self.host_tier is not None and not keep:
             self.host_tier.clear()
-        if self.kept is not None:
-            self.kept.clear(self.root_key)
+        for data in self.data:
+            data.clear(self.root_key)
         self.pinned_pages = 0
         self.generation += 1
         self.version += 1
@@ -600,8 +601,8 @@ class PrefixCache:
         assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
         assert all(node in self._table for side in self.sides for node in side), "a side cache has a node that is gone"
         self._beginnings.check_integrity()
-        if self.kept is not None:
-            self.kept.check_integrity()
+        for data in self.data:
+            data.check_integrity()
 
     # -- internal
 

@@ -31,7 +31,7 @@ from rekindle._src.core.prefix import Prefix
 from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
-from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
+from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import size
 from rekindle._src.kvcache.tiers.side_tiers import SideStore, side_stores
 from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
@@ -392,22 +392,14 @@ class CacheWriter:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         pages[:] = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
         states = self._snapshot_sides(name, pages)
-        self._snapshot_captures(name, pages)
+        for data in () if self.cache is None else self.cache.data:
+            data.save(name, pages, disk, self._loop.ask)
         path = snapshot.save(disk.folder, name, identity, pages)
         disk.collect()
         snapshot.keep_shared(path, disk.segments_of(page.digest for page in pages))
         tokens = len(pages) * identity.page_size
         seconds = time.perf_counter() - start
         return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds, states)
-
-    def _snapshot_captures(self, name: str, pages: Sequence[Page]) -> None:
-        """Save the captures of `pages` that were kept with `keep`."""
-        kept = None if self.cache is None else self.cache.kept
-        if kept is None or self._disk is None:
-            return
-        lines = self._loop.ask(lambda: kept.whole(page.digest for page in pages))
-        stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
-        stored.save(name, pages, lines)
 
     # -- entries of side caches, which nodes have in addition to their pages
 

@@ -14,10 +14,8 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.caches import trees
-from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.texts import known_texts
-from rekindle._src.kvcache.tiers.disk import StoredCaptures
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_side
 from rekindle._src.kvcache.tiers.side_tiers import open_sides, stores_of
 from rekindle._src.opening.blueprint import Blueprint
@@ -91,8 +89,9 @@ class SessionCache:
         runner.prefault(restore(tree, tiers, name).pages)
         for store in self.stores:
             restore_side(store.tiers, name)
-        if tree is not None and tree.kept is not None and tiers.disk is not None:
-            tree.kept.stored = StoredCaptures(tiers.disk)
+        for data in () if tree is None else tree.data:
+            if tiers.disk is not None:
+                data.restore(tiers.disk)
         for drafter in self.drafters:
             if tree is not None and drafter.most_tokens:
                 drafter.remember(known_texts(tree, drafter.most_tokens))
@@ -162,13 +161,14 @@ def _scheduling(
     )  # of all shards: a request that waits may go to another one
     caches: list[PrefixCache] = []
     root = b"" if below.tiers is None or below.tiers.identity is None else below.tiers.identity.root
-    kept = KeptCaptures(config.capture_memory, limits.page_size, root)  # of all shards: a digest says enough
+    made = [one.page_data(config, root) for one in plan.capabilities]  # of all shards: a digest says enough
+    data = [one for one in made if one is not None]
 
     def pages(shard: int) -> tuple[PagePool, PrefixCache | None]:
         pool = PagePool(shards.pages, first=shard * shards.pages)
         if below.tiers is None:
             return pool, None
-        caches.append(PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, sides=below.sides, kept=kept))
+        caches.append(PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, sides=below.sides, data=data))
         return pool, caches[-1]
 
     if shards.count == 1:

@@ -15,13 +15,13 @@ import numpy as np
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.pictures import MARKER
 from rekindle._src.calls.prompts import PromptLike
+from rekindle._src.capabilities.captures.kept import KeptCaptures, KeptStatistics
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
-from rekindle._src.kvcache.kept import KeptStatistics
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
 from rekindle._src.kvcache.tiers.disk import DiskStatistics
@@ -359,7 +359,7 @@ class CacheView:
                     for plan, length in zip(plans, lengths, strict=True)
                 ),
                 stateless_tokens=counts.stateless_pages * size,
-                captures=cache.kept.statistics() if cache.kept is not None else None,
+                captures=None if (kept := KeptCaptures.of(cache)) is None else kept.statistics(),
             )
 
         return self._client.ask(collect)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from rekindle._src.capabilities.captures.kept import CapturedPositions, KeptCaptures, parts_by_page
 from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.records import Request, Row, RowResult
 from rekindle._src.core.report_kinds import CAPTURED
-from rekindle._src.kvcache.kept import CapturedPositions, KeptCaptures, parts_by_page
 from rekindle._src.scheduling.followers import Follower
 
 

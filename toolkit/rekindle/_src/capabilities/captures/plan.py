@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rekindle._src.capabilities.captures.custom import Tap
+from rekindle._src.capabilities.captures.kept import KeptCaptures
 from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.capabilities.captures.step import session_facts, tap_features, variants_of
 from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, Provider, SessionPlan
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.taps import Steer
+from rekindle._src.kvcache.page_data import PageData
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.plan import ProgramPlan
@@ -48,6 +50,10 @@ class CapturesPlan(CapabilityPlan):
             "taps": {site: list(layers) for site, layers in sites.sites.items()},
             "steering": {name: [*map(str, changes)] for name, changes in sites.steering.items()},
         }
+
+    def page_data(self, config: EngineConfig, root_key: bytes) -> PageData:
+        assert config.page_size is not None, "resolved"
+        return KeptCaptures(config.capture_memory, config.page_size, root_key)
 
     def open(self, session: SessionPlan, tokenizer: Tokenizer | None) -> Owner | None:
         sites = self._sites(session.programs, session.config)

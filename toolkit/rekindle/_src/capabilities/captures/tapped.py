@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.capabilities.captures.follower import CaptureFileFollower, CaptureFollower
+from rekindle._src.capabilities.captures.kept import KeptCaptures
 from rekindle._src.core.captured import Backlog, Captured, Key
 from rekindle._src.core.positions import END, Positions, Run, layer_of, position_of, runs_of
 from rekindle._src.core.records import Request
@@ -119,7 +120,7 @@ class RequestTaps(FollowedExtension):
     def follower(self, request: Request, cache: PrefixCache | None) -> Follower | None:
         if not self.keys:
             return None
-        kept = None if cache is None else cache.kept
+        kept = KeptCaptures.of(cache)
         return CaptureFollower(self) if kept is None or not self.keep else CaptureFileFollower(request, self, kept)
 
     def another(self) -> RequestTaps:

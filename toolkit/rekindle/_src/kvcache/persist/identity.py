@@ -26,9 +26,6 @@ def mark(what: str) -> str:
     return f", {what} of "
 
 
-CAPTURES = mark("captures")
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
     """The model, options and layout of pages. Pages of two identities are equal only if all fields but `model` are."""

@@ -21,17 +21,13 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from numpy.typing import NDArray
+from typing import NamedTuple, Protocol
 
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, order_of_use, remove, set_aside
-from rekindle._src.core.captured import Key
 from rekindle._src.core.drawable import Record
-from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.kvcache.persist.identity import CAPTURES, Identity, verify
+from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import (
     LeafSpec,
     Memory,
@@ -46,7 +42,6 @@ from rekindle._src.kvcache.persist.segment import (
     write_segment,
 )
 from rekindle._src.kvcache.persist.snapshot import protected
-from rekindle._src.kvcache.tiers.host import size
 from rekindle.errors import StoreError
 from rekindle_kernels import private_files
 
@@ -453,59 +448,3 @@ def part_identity(identity: Identity, heads: Sequence[Sequence[int]], leaves: Se
     """
     different = ", ".join(dict.fromkeys(str(list(own)) for own in heads))
     return dataclasses.replace(identity, layout=f"{identity.layout} heads {different}", leaves=tuple(leaves))
-
-
-class StoredCaptures:
-    """Kept captures on disk, in the folder and the budget of a session's pages; any thread may call it.
-
-    They are segments next to the segments of pages, with an identity for each site and layer. They are written with a
-    snapshot, and read when a request of a later session captures the same of restored pages. A page is stored only if
-    all of its tokens were captured.
-    """
-
-    def __init__(self, pages: DiskTier) -> None:
-        self._pages = pages
-        self._disks: dict[tuple[bytes, Key], DiskTier] = {}
-        self._lock = threading.Lock()
-
-    def read(self, key: Key, digest: bytes) -> NDArray[Any] | None:
-        """Return the captures of a page at all its tokens; None if they are not stored, or can't be read."""
-        disk = self._disk(key)
-        if digest not in disk:
-            return None
-        try:
-            array: NDArray[Any] = disk.load(digest)[0][0]
-        except (KeyError, StoreError):
-            return None
-        return array if len(array) == disk.identity.page_size else None
-
-    def save(self, name: str, pages: Sequence[Page], lines: Mapping[Key, Mapping[bytes, NDArray[Any]]]) -> int:
-        """Write lines of a site and layer by page, and list these `pages` under `name`. Return the number of new lines.
-
-        Raises StoreError. Lines beyond the budget are left out: they can be computed again.
-        """
-        written = 0
-        for key, by_page in lines.items():
-            disk = self._disk(key)
-            disk.scan()
-            pairs = [(page, (by_page[page.digest][None],)) for page in pages if page.digest in by_page]
-            new = [pair for pair in pairs if pair[0].digest not in disk]
-            if new:
-                each = size(new[0][1])
-                written += disk.write(new[: disk.room(len(new) * each) // each])
-        for (root, _), disk in tuple(self._disks.items()):
-            listed = [page for page in pages if page.digest in disk]
-            if listed and root == self._pages.identity.root:
-                snapshot.save(disk.folder, name, disk.identity, listed)
-        return written
-
-    def _disk(self, key: Key) -> DiskTier:
-        pages = self._pages.identity
-        with self._lock:
-            disk = self._disks.get((pages.root, key))
-            if disk is None:
-                site = key if isinstance(key, str) else f"{key[0]} {key[1]}"
-                identity = dataclasses.replace(pages, layout=f"{pages.layout}{CAPTURES}{site}", leaves=())
-                disk = self._disks[pages.root, key] = DiskTier(self._pages.folder, self._pages.budget, identity)
-                disk.scan()
-        return disk

@@ -9,8 +9,9 @@ on disk (`StoredCaptures`), from where a later session takes them.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +20,16 @@ from numpy.typing import NDArray
 from rekindle._src.core.captured import CapturedPart, Key
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.prefix import Prefix
-from rekindle._src.kvcache.digest import page_digest
+from rekindle._src.kvcache import AnyCache, page_digest
+from rekindle._src.kvcache.page_data import Ask, PageData, PagesOnDisk
+from rekindle._src.kvcache.persist import snapshot
+from rekindle._src.kvcache.persist.identity import mark
+from rekindle._src.kvcache.persist.segment import Page
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.host import size
+from rekindle.errors import StoreError
+
+_MARK = mark("captures")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -57,22 +67,21 @@ class CapturedPositions(Protocol):
         ...
 
 
-class StoredLike(Protocol):
-    """Lines of earlier sessions."""
-
-    def read(self, key: Key, digest: bytes, /) -> NDArray[Any] | None:
-        """Return the lines of a page at all its tokens; None if they are not there."""
-
-
-class KeptCaptures:
+class KeptCaptures(PageData):
     """Captured lines by page, site and layer; the least recently used pages are dropped first."""
 
     def __init__(self, budget: int, page_size: int, root_key: bytes) -> None:
         self.budget, self.page_size, self.root_key = budget, page_size, root_key
-        self.stored: StoredLike | None = None  # by earlier sessions, for a session that restores their pages
+        self._stored: StoredCaptures | None = None  # by earlier sessions, for a session that restores their pages
         self.version = 0  # changes whenever an answer of `missing` may change
         self.nbytes = self._reused = self._dropped = 0
         self._pages: OrderedDict[bytes, dict[Key, _Lines]] = OrderedDict()
+
+    @classmethod
+    def of(cls, cache: AnyCache | None) -> KeptCaptures | None:
+        """Return the captures of a cache's pages; None without them."""
+        data = () if cache is None else cache.data
+        return next((one for one in data if isinstance(one, cls)), None)
 
     def names(self, prefix: Prefix) -> list[bytes]:
         """Return the digests of the full pages of a prompt."""
@@ -85,7 +94,7 @@ class KeptCaptures:
 
     def reach(self, names: Sequence[bytes], keys: Sequence[Key], tapped: CapturedPositions, position: int) -> int:
         """Return the first position from this one on that is wanted and not kept, of the pages `names` of a prompt."""
-        room = 0 if self.stored is None else self.budget
+        room = 0 if self._stored is None else self.budget
         while (reached := self._walk(names, keys, tapped, position, room)) < 0:
             room = 0  # look again: lines just read may have replaced other lines of this prompt
         return reached
@@ -114,10 +123,10 @@ class KeptCaptures:
 
     def _read(self, name: bytes, keys: Iterable[Key]) -> bool:
         """Read lines of a page from disk. True if any were there."""
-        assert self.stored is not None
+        assert self._stored is not None
         whole, there = (1 << self.page_size) - 1, self._pages.get(name, {})
         needed = [key for key in keys if key not in there or there[key].mask != whole]
-        found = {key: array for key in needed if (array := self.stored.read(key, name)) is not None}
+        found = {key: array for key in needed if (array := self._stored.read(key, name)) is not None}
         if found:
             self.put(name, np.arange(self.page_size, dtype=np.int32), found)
             self.use([name])
@@ -174,6 +183,13 @@ class KeptCaptures:
         self.nbytes = 0
         self.version += 1
 
+    def restore(self, disk: PagesOnDisk) -> None:
+        self._stored = StoredCaptures(disk)
+
+    def save(self, name: str, pages: Sequence[Page], disk: PagesOnDisk, ask: Ask) -> None:
+        lines = ask(lambda: self.whole(page.digest for page in pages))
+        (self._stored or StoredCaptures(disk)).save(name, pages, lines)
+
     def statistics(self) -> KeptStatistics:
         return KeptStatistics(len(self._pages), self.nbytes, self.budget, self._reused, self._dropped)
 
@@ -183,6 +199,62 @@ class KeptCaptures:
         assert self.nbytes == sum(line.array.nbytes for line in lines), "the bytes of kept captures drifted"
         assert self.nbytes <= self.budget, "kept captures are beyond their budget"
         assert all(line.mask.bit_count() == len(line.array) for line in lines), "a kept line is of no token"
+
+
+class StoredCaptures:
+    """Kept captures on disk, in the folder and the budget of a session's pages; any thread may call it.
+
+    They are segments next to the segments of pages, with an identity for each site and layer. They are written with a
+    snapshot, and read when a request of a later session captures the same of restored pages. A page is stored only if
+    all of its tokens were captured.
+    """
+
+    def __init__(self, pages: PagesOnDisk) -> None:
+        self._pages = pages
+        self._disks: dict[tuple[bytes, Key], DiskTier] = {}
+        self._lock = threading.Lock()
+
+    def read(self, key: Key, digest: bytes) -> NDArray[Any] | None:
+        """Return the captures of a page at all its tokens; None if they are not stored, or can't be read."""
+        disk = self._disk(key)
+        if digest not in disk:
+            return None
+        try:
+            array: NDArray[Any] = disk.load(digest)[0][0]
+        except (KeyError, StoreError):
+            return None
+        return array if len(array) == disk.identity.page_size else None
+
+    def save(self, name: str, pages: Sequence[Page], lines: Mapping[Key, Mapping[bytes, NDArray[Any]]]) -> int:
+        """Write lines of a site and layer by page, and list these `pages` under `name`. Return the number of new lines.
+
+        Raises StoreError. Lines beyond the budget are left out: they can be computed again.
+        """
+        written = 0
+        for key, by_page in lines.items():
+            disk = self._disk(key)
+            disk.scan()
+            pairs = [(page, (by_page[page.digest][None],)) for page in pages if page.digest in by_page]
+            new = [pair for pair in pairs if pair[0].digest not in disk]
+            if new:
+                each = size(new[0][1])
+                written += disk.write(new[: disk.room(len(new) * each) // each])
+        for (root, _), disk in tuple(self._disks.items()):
+            listed = [page for page in pages if page.digest in disk]
+            if listed and root == self._pages.identity.root:
+                snapshot.save(disk.folder, name, disk.identity, listed)
+        return written
+
+    def _disk(self, key: Key) -> DiskTier:
+        pages = self._pages.identity
+        with self._lock:
+            disk = self._disks.get((pages.root, key))
+            if disk is None:
+                site = key if isinstance(key, str) else f"{key[0]} {key[1]}"
+                identity = dataclasses.replace(pages, layout=f"{pages.layout}{_MARK}{site}", leaves=())
+                disk = self._disks[pages.root, key] = DiskTier(self._pages.folder, self._pages.budget, identity)
+                disk.scan()
+        return disk
 
 
 def parts_by_page(part: CapturedPart, page_size: int) -> Iterable[tuple[int, CapturedPart]]:
