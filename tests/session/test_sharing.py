@@ -344,7 +344,7 @@ def test_between_two_processes(cache: Path) -> None:
 
 def test_data_shards_have_no_one_tree_to_share() -> None:
     tiers = SimpleNamespace(identity=object(), host=SimpleNamespace(budget=1))
-    shard: Any = SimpleNamespace(page_size=16, clock=None, host_tier=None, kept=None)
+    shard: Any = SimpleNamespace(page_size=16, clock=None, host_tier=None, data=())
     writer: Any = SimpleNamespace(cache=PrefixCaches([shard]), tiers=tiers)
     with pytest.raises(ConfigError, match="data shard"):
         parts(writer)
