@@ -201,6 +201,11 @@ class Handle(RequestOutput, Call[T_co]):
         return () if ids is None else tuple(ids.tolist())
 
     @property
+    def seed(self) -> int | None:
+        """The seed that repeats the draw of the first sequence; None until the request is taken in, if it had none."""
+        return self.sampling.seed if self._mailbox.seed is None else self._mailbox.seed
+
+    @property
     def status(self) -> Status:
         """The state of the request, or of the first unfinished sequence if it has several."""
         results = self._mailbox.results

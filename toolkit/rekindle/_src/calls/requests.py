@@ -279,7 +279,8 @@ class Requests:
         the source. `max_tokens` becomes the rest of the source's. The reply of a chat's handle is read on for reasoning
         and calls. Returns a submitted handle.
         """
-        prompt_ids, tokens, base = source.prompt_token_ids, source.token_ids, source.sampling
+        prompt_ids, tokens = source.prompt_token_ids, source.token_ids
+        base = dataclasses.replace(source.sampling, seed=source.seed)
         if not prompt_ids:
             raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
         if not 0 <= at <= len(tokens):

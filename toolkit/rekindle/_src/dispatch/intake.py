@@ -119,6 +119,7 @@ class _Intake:
                 mailbox.prompt_ids = token_ids
                 resources = await capabilities.resources(submission, front)
                 requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)
+                mailbox.seed = requests[0].sampling.seed
                 decode = text_of_tokens(front.tokenizer)
                 for request in requests:
                     parts = capabilities.parts(request, submission, front)

@@ -349,6 +349,7 @@ class Mailbox:
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
+        self.seed: int | None = None  # of the first sequence, set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
         self.on_abandon: Callable[[], object] | None = None  # ends its wait in intake; called on the host's loop
         self.ended: bool = False
