@@ -104,24 +104,24 @@ class ReasoningRules:
     def answer_in(self, token_ids: Sequence[int], texts: TokenTexts) -> tuple[int, str]:
         """Return the place of the answer's first token, and text of the answer in the token before it."""
         at, inside, rest = 0, self.inside, ""
-        while inside or (place := _behind(token_ids, at, texts.tokens_of(self.opening))) > at:
+        while inside or (place := _skip_mark(token_ids, at, texts.tokens_of(self.opening))) > at:
             text, at = "", at if inside else place
             while not (ends := [text.partition(one)[2] for one in self.closings if one in text]):
                 if at == len(token_ids):
                     return at, ""
                 text, at = text + texts.text_of(token_ids[at]), at + 1
             rest, inside = max(ends, key=len).strip(), False
-            at = _behind(token_ids, at, texts.tokens_of(self.bridge))
+            at = _skip_mark(token_ids, at, texts.tokens_of(self.bridge))
             if not self.again:
                 break
-        return _behind(token_ids, at, texts.tokens_of(self.lead)), rest
+        return _skip_mark(token_ids, at, texts.tokens_of(self.lead)), rest
 
     def values(self) -> list[object]:
         """Return the values of all fields in order."""
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
-def _behind(token_ids: Sequence[int], at: int, mark: Sequence[int]) -> int:
+def _skip_mark(token_ids: Sequence[int], at: int, mark: Sequence[int]) -> int:
     """Return the place after a mark that begins at `at`; `at` if it doesn't."""
     end = at + len(mark)
     return end if list(token_ids[at:end]) == list(mark) else at
