@@ -137,6 +137,9 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
         ({"of": lambda logits, captures: captures["q", 0]}, "raised KeyError"),
         ({"prompt": [10**6]}, "is not a token id"),
         ({"prompt": [5] * 65}, "must have 1 to 64 tokens"),
+        ({"adapter": "kind"}, "adapter='kind': has no gradients yet"),
+        ({"images": ["a.png"]}, "images=.*: have no gradients yet"),
+        ({"max_tokens": 4}, "max_tokens=4: is not an option of gradients"),
     ],
 )
 async def test_refused(changes: dict[str, Any], words: str) -> None:

@@ -398,6 +398,7 @@ class Session(OpenModel, RolloutRequests):
         at: Mapping[str, object],
         steer: SteerLike | Sequence[SteerLike] = (),
         patch: Captured | None = None,
+        **unknown: Never,
     ) -> Call[Gradients]:
         """Await it for the gradients of a number at sites inside the model, a line for each token of the prompt.
 
@@ -414,8 +415,9 @@ class Session(OpenModel, RolloutRequests):
         bounds the memory. It runs between two steps, so that streams pause for its time. A program serves prompts up
         to its length, a power of two, and is stored; a function has one for each length.
         """
-        from rekindle._src.session.gradients import gradients  # a first text needs none of it
+        from rekindle._src.session.gradients import check_options, gradients  # a first text needs none of it
 
+        check_options(unknown)
         return Once(gradients, self._client, prompt, of, at, steer, patch, name="gradients")
 
     # Adapters, and sleep.
