@@ -48,7 +48,8 @@ async def test_a_gradient_says_how_the_value_changes() -> None:
         assert owner is not None
         of = rekindle.logit_difference(5, 7)
         sites: dict[str, object] = {"residual": "all", "attention": 0, "mlp": 0, "residual_before": [0, LAST]}
-        g = await session.gradients(IDS, of=of, at={**sites, "embedding": True, "norm": True})
+        g = await session.gradients(IDS, of=of, at={**sites, "heads": [0], "embedding": True, "norm": True})
+        assert g["heads", 0].shape == (len(IDS), MODEL.config.num_heads, MODEL.config.head_dim)
         assert g.token_ids == tuple(IDS) and g["residual", -1].shape == (len(IDS), MODEL.config.hidden_size)
         np.testing.assert_array_equal(g["residual_before", LAST], g["residual", LAST - 1])
         assert not g["residual", -1][:-1].any() and g["residual", 0][:-1].any(), "later layers read the last token"
@@ -62,7 +63,7 @@ async def test_a_gradient_says_how_the_value_changes() -> None:
             assert relative((values[0] - values[1]) / 0.04, g[site, layer][4] @ way) < 0.01, site
         made = owner.compilations
         again = await session.gradients(
-            IDS[:9], of=rekindle.logit_difference(8, 9), at={**sites, "embedding": True, "norm": True}
+            IDS[:9], of=rekindle.logit_difference(8, 9), at={**sites, "heads": [0], "embedding": True, "norm": True}
         )
         assert owner.compilations == made and again["residual", 0].shape[0] == 9
 
@@ -196,7 +197,7 @@ def test_quantised_weights_have_the_gradients_of_their_floats(
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_sites_inside_of_layers_by_finite_differences(name: str) -> None:
     model = checkpoints.case(name)
-    sites = ("q", "k", "v", "gates") if model.config.moe else ("q", "k", "v")
+    sites = ("q", "k", "v", "heads", "gates") if model.config.moe else ("q", "k", "v", "heads")
     points: tuple[Point, ...] = tuple((site, 0) for site in sites)
     _, gradients = computed(model, model.graph, model.leaves, points)
     graph, tokens = wide.differentiable(model.graph), jnp.asarray(IDS)

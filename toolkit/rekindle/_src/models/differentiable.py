@@ -155,6 +155,15 @@ def at_points(point: Point) -> Point:
     return ("residual", layer - 1) if site == "residual_before" and layer else point
 
 
+class HeadsAttention(PlainAttention):
+    """Attention that names the output of its heads, as the site "heads" of `listeners`."""
+
+    listeners: Sequence[Listener] = ()  # of the layer that is computed
+
+    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
+        return heard(self.listeners, "heads", layer, super().__call__(layer, q, k, v, sinks))
+
+
 def recomputing_pass(
     module: Model,
     tokens: Array,
@@ -162,13 +171,15 @@ def recomputing_pass(
     points: Sequence[Point],
     added: Mapping[Point, Array],
     listener: Listener = lambda site, layer: None,
+    rows: int = 1,
 ) -> PassResult:
     """Compute a prompt [T] with these arrays added at points, after what the listener changes.
 
-    The first `length` tokens are the prompt; padding follows.
+    The first `length` tokens are the prompt; padding follows. With several `rows`, tokens are those of prompts of one
+    size, one after the other, and `length` may have a number for each.
     """
-    size = tokens.shape[0]
-    attend = PlainAttention(module, size)
+    size = tokens.shape[0] // rows
+    attend = HeadsAttention(module, size, rows)
     arrays: dict[Point, Array] = {}
 
     def adding(own: Mapping[Point, Array], named: dict[Point, Array]) -> Listener:
@@ -186,14 +197,15 @@ def recomputing_pass(
         return at
 
     outer = listener, adding(added, arrays)
-    positions = jnp.arange(size, dtype=jnp.int32)
-    x, tables = module.begin(tokens, positions, jnp.full(size, length, jnp.int32), outer)
+    positions = jnp.tile(jnp.arange(size, dtype=jnp.int32), rows)
+    lengths = jnp.repeat(jnp.broadcast_to(jnp.asarray(length, jnp.int32), rows), size)
+    x, tables = module.begin(tokens, positions, lengths, outer)
     x = heard(outer, "residual_before", 0, x)
 
     def run(number: int, x: Array, own: Mapping[Point, Array], kept: Any) -> Any:
         found: dict[Point, Array] = {}
-        attend.kept = dict(kept)
-        here = ForwardPass(tables, attend, (listener, adding(own, found))).of(number)
+        attend.kept, attend.listeners = dict(kept), (listener, adding(own, found))
+        here = ForwardPass(tables, attend, attend.listeners).of(number)
         x = here.at("residual", module.layers[number](x, here))
         return x, attend.kept, found
 

@@ -11,6 +11,9 @@ A layer names each array that others may read or change, and each half that it a
     mlp              the output of the MLP, or of the experts in its place
     mlp_experts      the output of experts that a layer has in addition to its MLP
     layer_embedding  the layer's own embedding of the token
+    attention_input, mlp_input, mlp_experts_input
+                     the stream as that half alone reads it, before its norm if it norms its input itself
+    heads            the output of each head, before they are joined; `models/differentiable.py` alone names it
     residual         the stream after the layer
 
 **A new listener** is a function that is asked, while a program is traced, for each site and layer, and returns the

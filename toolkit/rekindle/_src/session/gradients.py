@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.capabilities.captures.tapped import RequestTaps
-from rekindle._src.capabilities.gradients.owner import GRADIENTS, GradientResult
+from rekindle._src.capabilities.gradients.owner import GRADIENTS, GradientPrograms, ProgramKey
 from rekindle._src.capabilities.gradients.request import points_of, resolved
-from rekindle._src.capabilities.gradients.step import GradientKey, arguments_of, public_key, size_for
-from rekindle._src.core.captured import Captured
+from rekindle._src.capabilities.gradients.step import (
+    GradientOutputs,
+    GradientPrompt,
+    public_key,
+    size_for,
+)
+from rekindle._src.core.captured import Captured, Key
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.taps import SteerLike
-from rekindle._src.dispatch.host import Host
 from rekindle._src.session.client import Client
 from rekindle.errors import CompileError, InvalidRequest, RequestAborted
 
+T = TypeVar("T")
+Operands = TypeVar("Operands")
+Outputs = TypeVar("Outputs")
 _ANOTHER = "Open a generating model on one device with rekindle.open"
 
 
@@ -49,19 +57,24 @@ def check_options(unknown: Mapping[str, object]) -> None:
         raise InvalidRequest(name, value, "is not an option of gradients", fix)
 
 
-async def gradients(
+def _owner(client: Client) -> GradientPrograms:
+    owner, taps = GRADIENTS.of(client.front), TAPS.of(client.front)
+    if owner is None or taps is None or not client.engine.device.has_weights or client.front.embedder.alone:
+        raise InvalidRequest("session", client.front.model, "has no gradients", _ANOTHER)
+    return owner
+
+
+def prepared(
     client: Client,
     prompt: PromptLike,
     of: object,
-    at: object,
     steer: SteerLike | Sequence[SteerLike],
     patch: Captured | None,
-) -> Gradients:
-    """Compute the gradients of a number of a prompt; see `Session.gradients`."""
+) -> GradientPrompt:
+    """Check a prompt, the number after it and its changes. Raise `InvalidRequest` for others."""
     client.host.check()
-    owner, facts, device = GRADIENTS.of(client.front), TAPS.of(client.front), client.engine.device
-    if owner is None or facts is None or not device.has_weights or client.front.embedder.alone:
-        raise InvalidRequest("session", client.front.model, "has no gradients", _ANOTHER)
+    owner, facts = _owner(client), TAPS.of(client.front)
+    assert facts is not None, "a session with gradients has taps"
     request = client.keyed_request(prompt, steer=steer, patch=patch)
     tokens, taps = request.token_ids, request.extensions.get(RequestTaps)
     longest = client.front.config.max_model_len
@@ -73,32 +86,59 @@ async def gradients(
         raise InvalidRequest("prompt", int(tokens.max()), "is not a token id", fix)
     objective = resolved(of, len(tokens), client.front.vocab_size, client.front.tokenizer)
     exact = objective.function is not None
-    points, size = points_of(at, facts), size_for(len(tokens), exact=exact)
+    size = size_for(len(tokens), exact=exact)
     owner.check(size, whole=exact)
-    edits = () if taps is None else taps.edits
-    places = tuple(edit.place for edit in edits)
-    key = GradientKey(size, points, places, objective.difference, objective.function)
-    operands = arguments_of(tokens, objective, edits, facts.hidden_size, size)
+    return GradientPrompt(facts, tokens, objective, () if taps is None else taps.edits, size)
+
+
+async def computed(
+    client: Client,
+    key: ProgramKey[Operands, Outputs],
+    operands: Operands,
+    taken: Callable[[Outputs], T],
+) -> T:
+    """Run a program between two steps, with the weights of then, and return what `taken` keeps of its outputs.
+
+    The program is made first, in a thread.
+    """
 
     def late(seconds: float) -> CompileError:
         return CompileError(f"The program of a gradient was not made within {seconds:g} s. Pass a shorter prompt.")
 
+    owner = _owner(client)
     program = await owner.threads.run(lambda wanted: owner.program(key), late)
     wanted = [True]
 
-    def run() -> GradientResult:
+    def run() -> T:
         if not wanted:
             raise RequestAborted("the caller of a gradient has left")
-        _check_awake(client.host, client)
-        return owner.run(program, device.model, key, operands)
+        if client.asleep:
+            raise InvalidRequest("session", client.front.model, "sleeps", "Await session.wake() first")
+        return taken(jax.block_until_ready(program(client.engine.device.model.leaves, operands)))
 
     try:
-        value, arrays = await client.exclusive(run, lambda result: None)
+        return await client.exclusive(run, lambda result: None)
     finally:
         wanted.clear()
-    return Gradients(value, tokens, {public_key(point): array for point, array in arrays.items()}, facts.layers)
 
 
-def _check_awake(host: Host, client: Client) -> None:
-    if client.asleep:
-        raise InvalidRequest("session", client.front.model, "sleeps", "Await session.wake() first")
+async def gradients(
+    client: Client,
+    prompt: PromptLike,
+    of: object,
+    at: object,
+    steer: SteerLike | Sequence[SteerLike],
+    patch: Captured | None,
+) -> Gradients:
+    """Compute the gradients of a number of a prompt; see `Session.gradients`."""
+    checked = prepared(client, prompt, of, steer, patch)
+    points, length = points_of(at, checked.facts), len(checked.tokens)
+
+    def taken(outputs: GradientOutputs) -> tuple[float, dict[Key, NDArray[np.float32]]]:
+        arrays = {
+            public_key(point): np.array(outputs.gradients[str(index)][:length]) for index, point in enumerate(points)
+        }
+        return float(outputs.value), arrays
+
+    value, arrays = await computed(client, checked.key(points), checked.arguments, taken)
+    return Gradients(value, checked.tokens, arrays, checked.facts.layers)

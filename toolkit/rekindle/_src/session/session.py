@@ -407,8 +407,9 @@ class Session(OpenModel, RolloutRequests):
 
         `of` is `rekindle.logprob(token)`, `rekindle.logit_difference(token, other)`, or a pure JAX function of the
         logits [tokens, vocabulary] and of the arrays at the sites, by the keys of the result, that returns one float.
-        `at` maps sites to layers as in `Capture`, and has "embedding" in addition: `{"embedding": True}`. The gradient
-        is that of zeros added at each site. `steer` and `patch` are the options of `generate`.
+        `at` maps sites to layers as in `Capture`. It has "embedding" in addition, `{"embedding": True}`, and "heads",
+        the output of each head of attention. The gradient is that of zeros added at each site. `steer` and `patch` are
+        the options of `generate`.
 
         The whole prompt is computed in float32 with the session's weights, whatever they are stored in: 8 and 4 bits
         are widened matrix by matrix, and rows are not rounded. Layers are computed again in the backward pass, which

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 Point = tuple[str, int]  # a site and its layer
-SITES = ("embedding", "residual_before", "q", "k", "v", "attention", "gates", "mlp", "residual", "norm")
+SITES = ("embedding", "residual_before", "q", "k", "v", "heads", "attention", "gates", "mlp", "residual", "norm")
 MOST_LAYERS = 10_000  # that are read of one site
 WITHOUT_LAYERS = ("embedding", "norm")
 _OBJECTIVES = 'rekindle.logprob(" Paris"), rekindle.logit_difference(" he", " she") or a JAX function'
@@ -119,7 +119,7 @@ def points_of(at: object, facts: TapFacts) -> tuple[Point, ...]:
         if site in WITHOUT_LAYERS:
             points[site, 0] = None
             continue
-        present = facts.sites.get(site)
+        present = facts.sites.get("q" if site == "heads" else site)  # a layer with queries has heads
         if not present:
             raise InvalidRequest("at", site, MISSING, "Leave it out")
         if layers == "all":

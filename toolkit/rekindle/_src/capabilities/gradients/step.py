@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
-from rekindle._src.capabilities.captures.tapped import INNER, Edit
+from rekindle._src.capabilities.captures.tapped import INNER, Edit, TapFacts
 from rekindle._src.capabilities.gradients.request import (
     WITHOUT_LAYERS,
     ObjectiveFunction,
@@ -22,8 +23,9 @@ from rekindle._src.capabilities.gradients.request import (
 )
 from rekindle._src.core.captured import Key
 from rekindle._src.core.records import IntArray
-from rekindle._src.models.base import Graph
-from rekindle._src.models.differentiable import at_points, differentiable, module_of, recomputing_pass
+from rekindle._src.models.base import Graph, Model
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.differentiable import PassResult, at_points, differentiable, module_of, recomputing_pass
 from rekindle._src.models.hooks import Listener
 from rekindle._src.programs.user_functions import function_hash, problem_of
 from rekindle.errors import InvalidRequest
@@ -49,6 +51,13 @@ class GradientArguments(NamedTuple):
     edits: tuple[EditArrays, ...]
 
 
+class GradientOutputs(NamedTuple):
+    """The number, and its gradient at each point by index."""
+
+    value: Array
+    gradients: dict[str, Array]
+
+
 class GradientKey(NamedTuple):
     """Everything that decides on a program, in addition to the model."""
 
@@ -66,6 +75,42 @@ class GradientKey(NamedTuple):
         sites = " ".join(f"{site}.{layer}" for site, layer in self.points)
         edits = f" changed {' '.join(map(str, self.places))}" if self.places else ""
         return f"gradient {of} {self.size} at {sites}{edits}"
+
+    def build(self, graph: Graph) -> Callable[[Sequence[Array], GradientArguments], GradientOutputs]:
+        """Return the function of leaves and arguments."""
+        return program_of(graph, self)
+
+    def shapes(self, model: ModelConfig) -> GradientArguments:
+        """Return the shapes of the arguments."""
+        size, hidden = self.size, model.hidden_size
+        edit = EditArrays(shape(np.float32, 3), shape(np.float32, size, hidden), shape(np.bool_, size))
+        scalar = shape(np.int32)
+        return GradientArguments(shape(np.int32, size), scalar, scalar, shape(np.int32, 2), (edit,) * len(self.places))
+
+
+class GradientPrompt(NamedTuple):
+    """A prompt that is checked, with all that a program needs to know of it."""
+
+    facts: TapFacts
+    tokens: IntArray
+    objective: ResolvedObjective
+    edits: tuple[Edit, ...]
+    size: int  # T
+
+    def key(self, points: tuple[Point, ...]) -> GradientKey:
+        """Return the key of the gradient at these points."""
+        places, objective = tuple(edit.place for edit in self.edits), self.objective
+        return GradientKey(self.size, points, places, objective.difference, objective.function)
+
+    @property
+    def arguments(self) -> GradientArguments:
+        """The operands of a gradient."""
+        return arguments_of(self.tokens, self.objective, self.edits, self.facts.hidden_size, self.size)
+
+
+def shape(dtype: DTypeLike, *sizes: int) -> jax.ShapeDtypeStruct:
+    """Return the shape of an operand."""
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def size_for(length: int, *, exact: bool) -> int:
@@ -101,7 +146,7 @@ def _edit(edit: Edit, hidden_size: int, size: int) -> EditArrays:
     return EditArrays(np.asarray(edit.factors, np.float32), vectors, mask)
 
 
-def _listener(places: Sequence[int], edits: Sequence[EditArrays], layers: int) -> Listener:
+def listener_of(places: Sequence[int], edits: Sequence[EditArrays], layers: int) -> Listener:
     """Return the listener that makes the changes of a request."""
 
     def at(site: str, layer: int) -> Callable[[Array], Array] | None:
@@ -130,33 +175,40 @@ def public_key(point: Point) -> Key:
     return point[0] if point[0] in WITHOUT_LAYERS else point
 
 
-def program_of(graph: Graph, key: GradientKey) -> Callable[..., tuple[Array, dict[str, Array]]]:
-    """Return a function of leaves and arguments that computes the number, and its gradient at each point by index."""
+def program_of(graph: Graph, key: GradientKey) -> Callable[[Sequence[Array], GradientArguments], GradientOutputs]:
+    """Return a function that computes the number, and its gradient at each point by index."""
     wide = differentiable(graph)
     points = [at_points(point) for point in key.points]
 
-    def compute(leaves: Sequence[Array], arguments: GradientArguments) -> tuple[Array, dict[str, Array]]:
+    def compute(leaves: Sequence[Array], arguments: GradientArguments) -> GradientOutputs:
         module = module_of(wide, leaves)
-        listener = _listener(key.places, arguments.edits, len(module.layers))
+        listener = listener_of(key.places, arguments.edits, len(module.layers))
 
-        def run(added: Mapping[Point, Array]) -> Any:
+        def run(added: Mapping[Point, Array]) -> PassResult:
             return recomputing_pass(module, arguments.tokens, arguments.length, points, added, listener)
 
         def objective(added: Mapping[Point, Array]) -> Array:
-            hidden, arrays = run(added)
-            if key.function is not None:
-                captures = {public_key(one): arrays[point] for one, point in zip(key.points, points, strict=True)}
-                return _scalar(key.function, module.logits(hidden), captures)
-            logits = module.logits(hidden[arguments.position][None])[0]
-            first, second = logits[arguments.chosen[0]], logits[arguments.chosen[1]]
-            return first - (second if key.difference else jax.nn.logsumexp(logits))
+            return value_of(key, module, run(added), arguments)
 
-        shapes = jax.eval_shape(lambda: run({}).arrays)
-        zeros = {point: jnp.zeros(shape.shape, jnp.float32) for point, shape in shapes.items()}
-        value, gradients = jax.value_and_grad(objective)(zeros)
-        return value, {str(index): gradients[point] for index, point in enumerate(points)}
+        value, gradients = jax.value_and_grad(objective)(zeros_of(lambda: run({}).arrays))
+        return GradientOutputs(value, {str(index): gradients[point] for index, point in enumerate(points)})
 
     return compute
+
+
+def zeros_of(arrays: Callable[[], Mapping[Point, Array]]) -> dict[Point, Array]:
+    """Return zeros of the shapes of arrays, which are not computed."""
+    return {point: jnp.zeros(each.shape, jnp.float32) for point, each in jax.eval_shape(arrays).items()}
+
+
+def value_of(key: GradientKey, module: Model, result: PassResult, arguments: GradientArguments) -> Array:
+    """Compute the number after a pass."""
+    if key.function is not None:
+        captures = {public_key(point): result.arrays[at_points(point)] for point in key.points}
+        return _scalar(key.function, module.logits(result.hidden), captures)
+    logits = module.logits(result.hidden[arguments.position][None])[0]
+    first, second = logits[arguments.chosen[0]], logits[arguments.chosen[1]]
+    return first - (second if key.difference else jax.nn.logsumexp(logits))
 
 
 def _scalar(function: ObjectiveFunction, logits: Array, captures: Mapping[Any, Array]) -> Array:

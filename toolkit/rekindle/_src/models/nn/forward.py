@@ -142,7 +142,7 @@ class ForwardPass:
 
     def output(self, site: str, half: Half, x: Array, norm: RMSNorm | None = None) -> Array:
         """Compute a half of norm(x), which is a site, for a layer that adds more to the stream than its output."""
-        return self.at(site, half(x, self, None, norm))
+        return self.at(site, half(self.at(f"{site}_input", x), self, None, norm))
 
     def add(self, site: str, half: Half, x: Array, norm: RMSNorm | None = None, *, read: Array | None = None) -> Array:
         """Add a half, which is a site, to the stream: return x plus the half of norm(x), or of norm(read).
@@ -150,7 +150,7 @@ class ForwardPass:
         Without a listener, the half itself adds x.
         """
         read = x if read is None else read
-        if not self._functions(site):
+        if not self._functions(site) and not self._functions(f"{site}_input"):
             return half(read, self, x, norm)
         return x + self.output(site, half, read, norm)
 
