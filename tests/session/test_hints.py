@@ -48,7 +48,7 @@ TRIED: dict[str, tuple[Callable[[Any], object], str]] = {
     "a slip": (lambda s: s.embed("x", poling="mean"), "is not an option of embed. Did you mean 'pooling'?"),
     "a slip, synchronously": (lambda s: s.embed_sync("x", normalise=True), "Did you mean 'normalize'?"),
     "a slip in score": (lambda s: s.score("x", ["y"], prioriti=1), "Did you mean 'priority'?"),
-    "no slip": (lambda s: s.embed("x", foo=1), "Known are: images, pooling, normalize"),
+    "no slip": (lambda s: s.embed("x", foo=1), "Known are: images, adapter, pooling, normalize"),
     "min_new_tokens": (lambda s: s.generate("x", min_new_tokens=3), "ignore_eos=True goes on after one was"),
 }  # fmt: skip
 

@@ -7,7 +7,7 @@ from project.bounds.records import OURS, PACE, SHOWN, TIME, Bound, Other, within
 BOUNDS: list[Bound] = []
 
 OTHERS: dict[str, dict[str, Other]] = {
-    "calls/pictures.py": {"_MOST_SHOWN": SHOWN},
+    "calls/content.py": {"_MOST_SHOWN": SHOWN, "MOST_DRAWN": SHOWN, "MOST_WRITTEN": OURS},
     "cli/cache.py": {"MOST_NAMED": SHOWN},
     "capabilities/captures/files.py": {
         "_LONGEST_NUMBER": OURS, "LONGEST_HEADER": within("values of tensors' entries"),

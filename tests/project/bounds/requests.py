@@ -79,7 +79,7 @@ BOUNDS: list[Bound] = [
 OTHERS: dict[str, dict[str, Other]] = {
     "calls/chat_prompt.py": {"MAX_BUDGET": OURS, "MAX_MESSAGE": OURS},
     "calls/chats.py": {"MAX_ROUNDS": OURS},
-    "calls/conversation.py": {"MOST_PICTURES": OURS, "MOST_BYTES": OURS},
+    "calls/conversation.py": {"MOST_BYTES": OURS},
     "calls/rows.py": {"_LONGEST_ERROR": SHOWN},
     "calls/tool_functions.py": {"MAX_TOOLS": within("values of a body"), "_MOST_NESTED": OURS},
     "core/options.py": {

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.calls.pictures import parts_of
+from rekindle._src.calls.content import PromptOptions, message_content, not_of_a_text
 from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
@@ -25,21 +25,19 @@ _BUDGETS = ("thinking_budget", "reasoning_budget_tokens", "thinking_budget_token
 _VALUE = 16  # the cost of a value, in characters, about
 
 
-def messages_of(messages: Messages | str, images: Any = None) -> Messages:
-    """Return the messages of a chat; a text is one of the user. `images` become parts of the last message.
+def messages_of(messages: Messages | str, content: PromptOptions | None = None) -> Messages:
+    """Return the messages of a chat; a text is one of the user. The `content` joins the last message.
 
-    Raise `InvalidRequest` for images where the last message is no text of the user.
+    Raise `InvalidRequest` for content where the last message is no text of the user.
     """
     messages = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    if images is None:
+    if not content:
         return messages
     last = messages[-1] if isinstance(messages, list | tuple) and messages else {}
     text = last.get("content") if isinstance(last, Mapping) and last.get("role") == "user" else None
     if not isinstance(text, str):
-        fix = "Write them into a message: {'role': 'user', 'content': [{'type': 'image', 'image': picture}, …]}"
-        raise InvalidRequest("images", images, "are those of the last message, which is no text of the user", fix)
-    pictures = [*images] if isinstance(images, list | tuple) else [images]
-    return [*messages[:-1], {**last, "content": parts_of(text, pictures)}]
+        raise not_of_a_text(content)
+    return [*messages[:-1], {**last, "content": message_content(text, content)}]
 
 
 def chat_prompt(

@@ -10,10 +10,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from rekindle._src.calls.content import (
+    PromptOptions,
+    RequestOptions,
+    encoded,
+    of_messages,
+    read_messages,
+    split,
+)
 from rekindle._src.calls.handle import Handle
-from rekindle._src.calls.pictures import of_messages, read_messages
-from rekindle._src.calls.requests import Images, sampling_of, structured_text
-from rekindle._src.capabilities.pictures.request import encoded
+from rekindle._src.calls.requests import sampling_of, structured_text
 from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.foreign_calls import CHAT, ForeignParts
 from rekindle._src.core.options import takes_options
@@ -52,7 +58,6 @@ class ChatRequests:
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        images: Images = None,
         continue_final_message: bool = False,
         reasoning: bool | None = None,
         reasoning_effort: str | None = None,
@@ -61,7 +66,7 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
         stream_tool_calls: bool = False,
         n: Literal[1] | None = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completion]: ...
     @overload
     def chat(
@@ -76,7 +81,6 @@ class ChatRequests:
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        images: Images = None,
         continue_final_message: bool = False,
         reasoning: bool | None = None,
         reasoning_effort: str | None = None,
@@ -85,7 +89,7 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
         stream_tool_calls: bool = False,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[list[Completion]]: ...
     @overload
     def chat(
@@ -101,15 +105,14 @@ class ChatRequests:
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        images: Images = None,
         reasoning: bool | None = None,
         reasoning_effort: str | None = None,
         reasoning_budget: int | None = None,
         reasoning_budget_message: str | None = None,
         template_options: Mapping[str, Any] | None = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> ToolLoop: ...
-    @takes_options(Sampling, returns="Handle[Completion] | ToolLoop", max_tokens=ANSWER_TOKENS)
+    @takes_options(Sampling, also=PromptOptions, returns="Handle[Completion] | ToolLoop", max_tokens=ANSWER_TOKENS)
     def chat(
         self,
         messages: Messages | str,
@@ -123,7 +126,6 @@ class ChatRequests:
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        images: Images = None,
         continue_final_message: bool = False,
         reasoning: bool | None = None,
         reasoning_effort: str | None = None,
@@ -166,14 +168,15 @@ class ChatRequests:
         from rekindle._src.calls.tool_functions import tools_of
         from rekindle._src.calls.tool_loop import forcing, resolve_choice
 
-        messages, tools_ = messages_of(messages, images), tools_of(tools)
+        content, others = split(options)
+        messages, tools_ = messages_of(messages, content), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
-        if sampling is None and options.get("max_tokens") is None:
-            options["max_tokens"] = ANSWER_TOKENS + least_budget(reasoning_budget)  # an answer should end by itself
-        sampling_ = sampling_of(self._front, sampling, options, chat=True)
+        if sampling is None and others.get("max_tokens") is None:
+            others["max_tokens"] = ANSWER_TOKENS + least_budget(reasoning_budget)  # an answer should end by itself
+        sampling_ = sampling_of(self._front, sampling, others, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
-            shown, pictures = of_messages(self._front, messages)
+            shown, content = of_messages(self._front, messages)
             prompt = chat_prompt(
                 self._front.chat,
                 shown,
@@ -194,7 +197,7 @@ class ChatRequests:
             reply, forced = prompt.extensions.get(ChatReply), bool(choice.required) and not free
             if forced and reply is not None:
                 effective = forcing(choice, sampling_, reply.plan, self._front.tokenizer)
-            prompt = prompt.plus(pictures).plus(structured_text(self._front, effective, calls=forced))
+            prompt = prompt.plus(content).plus(structured_text(self._front, effective, calls=forced))
             return Handle(self._host, self, prompt, effective)
 
         if not run_tools:
@@ -259,7 +262,7 @@ class ChatRequests:
 
         Pictures have theirs by their sizes, which are read from headers: nothing is decoded or encoded.
         """
-        messages, pictures = read_messages(self._front, messages)
+        messages, content = read_messages(self._front, messages)
         text = self.render(
             messages,
             tools=tools,
@@ -270,7 +273,7 @@ class ChatRequests:
             reasoning_effort=reasoning_effort,
             template_options=template_options,
         )
-        return [int(token) for token in encoded(self._front, text, pictures, special=False)]
+        return [int(token) for token in encoded(self._front, text, content, special=False)]
 
     def conversation(
         self,

@@ -14,9 +14,10 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, Unpack
 
+from rekindle._src.calls import content
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.content import PromptOptions, RequestOptions
 from rekindle._src.calls.handle import Handle, SyncStream
-from rekindle._src.calls.pictures import parts_of, read_values, restored_messages, written_messages
 from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
@@ -29,9 +30,8 @@ from rekindle._src.views import html
 from rekindle.errors import InvalidRequest, PromptTooLong, StoreError
 from rekindle_kernels import private_files
 
-FORMAT, VERSION, WITH_PICTURES = "rekindle conversation", 1, 2  # the version of those without and with pictures
-MOST_PICTURES = 256 << 20  # characters of a saved conversation's pictures
-MOST_BYTES = MOST_PICTURES + (64 << 20)  # of its file
+FORMAT, VERSION, WITH_CONTENT = "rekindle conversation", 1, 2  # the version of those with text alone, and with more
+MOST_BYTES = content.MOST_WRITTEN + (64 << 20)  # of a file
 Message = dict[str, Any]
 
 
@@ -124,7 +124,7 @@ def open_conversation(
             raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
         messages = read(restore)
         try:
-            messages = restored_messages(front, messages)
+            messages = content.restored_messages(front, messages)
         except InvalidRequest as error:
             raise InvalidRequest(
                 "restore", str(restore), f"has {error.field}, which {error.problem}", error.fix
@@ -143,9 +143,9 @@ def read(path: str | os.PathLike[str]) -> list[Message]:
         raise InvalidRequest("restore", str(path), f"can't be read ({error.strerror})", fix) from None
     except (ValueError, RecursionError):
         raise InvalidRequest("restore", str(path), "is no JSON", fix) from None
-    versions = VERSION, WITH_PICTURES
+    versions = VERSION, WITH_CONTENT
     if not isinstance(record, dict) or record.get("format") != FORMAT or record.get("version") not in versions:
-        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION} or {WITH_PICTURES}", fix)
+        raise InvalidRequest("restore", str(path), f"is not a {FORMAT}, version {VERSION} or {WITH_CONTENT}", fix)
     messages = record.get("messages")
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages
@@ -171,34 +171,32 @@ class Conversation:
         self._last: Answer | None = None  # None if the last message's origin is unknown
         self._turn: Turn | None = None  # the latest turn, until it joins the messages or is dropped
 
-    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    @takes_options(Sampling, also=PromptOptions, returns="Turn", max_tokens=ANSWER_TOKENS)
     def say(
         self,
         text: str,
         sampling: Sampling | None = None,
         /,
-        *,
-        images: object = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Turn:
         """Await it for the model's answer to `text`. Both then belong to the conversation.
 
         `images` is a picture or a list of them: `<image>` in the text marks their places, or they come first.
         """
-        return Turn(self, self._user_message(text, images), sampling, options)
+        own, others = content.split(options)
+        return Turn(self, self._user_message(text, own), sampling, others)
 
-    @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
+    @takes_options(Sampling, also=PromptOptions, returns="Turn", max_tokens=ANSWER_TOKENS)
     def stream(
         self,
         text: str,
         sampling: Sampling | None = None,
         /,
-        *,
-        images: object = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Turn:
         """Iterate over it with `async for` for the deltas of the model's answer to `text`, and `images` as in `say`."""
-        return Turn(self, self._user_message(text, images), sampling, options)
+        own, others = content.split(options)
+        return Turn(self, self._user_message(text, own), sampling, others)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def answer(
@@ -323,24 +321,23 @@ class Conversation:
 
         Raise `StoreError` if it can't be written; a file that was there before is as it was.
         """
-        messages, pictures = written_messages(self._front, self.messages, MOST_PICTURES)
-        version = WITH_PICTURES if pictures else VERSION
+        messages, count = content.written_messages(self._front, self.messages)
+        version = WITH_CONTENT if count else VERSION
         record = {"format": FORMAT, "version": version, "model": self._session.model, "messages": messages}
-        content = json.dumps(record, ensure_ascii=False, indent=1).encode()
+        text = json.dumps(record, ensure_ascii=False, indent=1).encode()
         place = Path(path).expanduser()
         try:
-            private_files.write(place, [content], mode=0o666, durable=True)
+            private_files.write(place, [text], mode=0o666, durable=True)
         except OSError as error:
             missing = not place.parent.is_dir()
             reason = f"the folder {place.parent} does not exist" if missing else error.strerror or error
             fix = "Create it first, or choose another place" if missing else "Choose another place"
             raise StoreError(f"The conversation can't be written to {place}: {reason}. {fix}.") from error
 
-    def _user_message(self, text: object, images: Any) -> list[Message]:
-        if not isinstance(text, str) or not (text or images is not None):
+    def _user_message(self, text: object, own: PromptOptions) -> list[Message]:
+        if not isinstance(text, str) or not (text or own):
             raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str, without a name")
-        pictures = None if images is None else read_values(self._front, images)
-        return [{"role": "user", "content": parts_of(text, pictures)}]
+        return [{"role": "user", "content": content.message_content(text, content.read(self._front, own))}]
 
     def _users(self) -> list[int]:
         """Return the indices at which turns begin. Raise while a turn is being answered."""

@@ -6,21 +6,20 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, Unpack, get_args, overload
 
 import numpy as np
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.content import ReadOptions, attach, split
 from rekindle._src.calls.handle import Batch, Handle
-from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, parse
-from rekindle._src.calls.requests import Images
 from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.embedder import pool
-from rekindle._src.core.options import check_batch, refuse_keywords
+from rekindle._src.core.options import check_batch, refuse_keywords, takes_keywords
 from rekindle._src.core.records import Completion, EmbeddingResult, Pooling, Status, Usage, Vector
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture
@@ -98,45 +97,42 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
-        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
+        **options: Unpack[ReadOptions],
     ) -> Embeddings[Vector]: ...
     @overload
     def embed(
         self,
         texts: Sequence[PromptLike],
         *,
-        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
-        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["return"],
+        **options: Unpack[ReadOptions],
     ) -> Embeddings[list[Vector | RekindleError]]: ...
+    @takes_keywords(ReadOptions)
     def embed(
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
-        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
-        **unknown: object,
+        **options: Any,
     ) -> Embeddings[Vector] | Embeddings[list[Vector | RekindleError]]:
         """Await it for a text's vector, a float32 array; for a list of texts one array [n, numbers].
 
@@ -157,7 +153,8 @@ class EmbeddingMethods:
         name, or names with their weights, as in `generate`) the states come from the model with this adapter. With
         `images`, as in `generate`, texts have pictures.
         """
-        refuse_keywords(unknown, EmbeddingMethods.embed)
+        refuse_keywords(options, EmbeddingMethods.embed)
+        content, weights = split(options)
         embedder = self._front.embedder
         if pooling is None and self._front.chat is not None and not (embedder.trained or embedder.alone):
             _say_untrained(self._front.model)
@@ -184,14 +181,14 @@ class EmbeddingMethods:
             raise InvalidRequest("keep", keep, "is neither True nor False", "Pass one of them")
         if keep and embedder.alone:
             raise InvalidRequest("keep", keep, "is not for a model that only embeds: it has no cache", "Leave it out")
-        sampling = Sampling(max_tokens=1, adapter=adapter, priority=priority)
+        sampling = Sampling.of(None, {"max_tokens": 1, "priority": priority, **weights})
         if keep:
             sampling = dataclasses.replace(sampling, max_tokens=0, capture=Capture({"norm": True}, keep=True))
         way = pooling or embedder.pooling
         self._host.check()
         prompts, many = parse(texts, keep_errors=errors == "return")
         check_batch(len(prompts))
-        prompts = with_images(self._front, prompts, images, many=many, keep_errors=errors == "return")
+        prompts = attach(self._front, prompts, content, many=many, keep_errors=errors == "return")
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of texts", "Pass [text], or leave it out")
         if prompt_name and any(prompt.token_ids is not None for prompt in prompts):
@@ -229,30 +226,28 @@ class EmbeddingMethods:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
-        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
+        **options: Unpack[ReadOptions],
     ) -> Vector: ...
     @overload
     def embed_sync(
         self,
         texts: Sequence[PromptLike],
         *,
-        images: Images = None,
         pooling: Pooling | None = None,
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
         keep: bool = False,
-        adapter: str | Mapping[str, float] | None = None,
         priority: int = 0,
         errors: Literal["return"],
+        **options: Unpack[ReadOptions],
     ) -> list[Vector | RekindleError]: ...
     def embed_sync(self, texts: Any, **options: Any) -> Vector | list[Vector | RekindleError]:
         """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""

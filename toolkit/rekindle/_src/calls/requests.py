@@ -17,11 +17,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
+from rekindle._src.calls.content import Content, PromptOptions, RequestOptions, attach, attach_one, copied, split
 from rekindle._src.calls.handle import Batch, Handle, SyncStream, chat_of
-from rekindle._src.calls.pictures import with_images, with_pictures
 from rekindle._src.calls.prompts import PromptLike, parse, parse_one
 from rekindle._src.capabilities.guides.request import StructuredText
-from rekindle._src.capabilities.pictures.request import PromptPictures
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.options import check_batch, takes_options
@@ -34,7 +33,6 @@ from rekindle.errors import InvalidRequest, RekindleError
 
 Completions = list[Completion]
 One = Literal[1] | None
-Images = object  # a picture or a list of them; see `rekindle.images`
 
 
 class Requests:
@@ -52,9 +50,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completion]: ...
     @overload
     def generate(
@@ -63,9 +60,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completions]: ...
     @overload
     def generate(
@@ -74,9 +70,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Batch[Completion]: ...
     @overload
     def generate(
@@ -85,9 +80,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Batch[Completions]: ...
     @overload
     def generate(
@@ -96,10 +90,9 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["return"],
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Batch[Completion | RekindleError]: ...
     @overload
     def generate(
@@ -108,19 +101,17 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["return"],
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Batch[Completions | RekindleError]: ...
-    @takes_options(Sampling, returns="Handle[Completion] | Batch[Completion]")
+    @takes_options(Sampling, also=PromptOptions, returns="Handle[Completion] | Batch[Completion]")
     def generate(
         self,
         prompt: PromptLike | Sequence[PromptLike],
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["raise", "return"] = "raise",
         **options: Any,
     ) -> Any:
@@ -134,14 +125,15 @@ class Requests:
         """
         if errors not in ("raise", "return"):
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
-        options_ = sampling_of(self._front, sampling, options)
+        content, others = split(options)
+        options_ = sampling_of(self._front, sampling, others)
         self._host.check()
         prompts, many = parse(prompt, keep_errors=errors == "return")
         check_batch(len(prompts), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         text = structured_text(self._front, options_)
-        prompts = with_images(self._front, prompts, images, many=many, keep_errors=errors == "return")
+        prompts = attach(self._front, prompts, content, many=many, keep_errors=errors == "return")
         handles: list[Handle[Any]] = [Handle(self._host, self, item.plus(text), options_) for item in prompts]
         batch: Batch[Any] = Batch(handles, progress=shown(self._front, options_), keep_errors=errors == "return")
         return batch if many else handles[0]
@@ -153,9 +145,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completion]: ...
     @overload
     def stream(
@@ -164,16 +155,13 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completions]: ...
-    @takes_options(Sampling, returns="Handle[Completion]")
-    def stream(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
-    ) -> Any:
+    @takes_options(Sampling, also=PromptOptions, returns="Handle[Completion]")
+    def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
         """Iterate over it with `async for` for deltas of final text. Leaving the loop early aborts the request."""
-        return self._handle(prompt, sampling, options, scoped=True, images=images)
+        return self._handle(prompt, sampling, options, scoped=True)
 
     @overload
     def submit(
@@ -182,9 +170,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completion]: ...
     @overload
     def submit(
@@ -193,19 +180,16 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completions]: ...
-    @takes_options(Sampling, returns="Handle[Completion]")
-    def submit(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
-    ) -> Any:
+    @takes_options(Sampling, also=PromptOptions, returns="Handle[Completion]")
+    def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
         """Queue a request now, from any thread. Raise `QueueFull` rather than wait.
 
         Keep the handle that it returns: the request is aborted when it is dropped.
         """
-        handle = self._handle(prompt, sampling, options, images=images)
+        handle = self._handle(prompt, sampling, options)
         handle.submit()
         return handle
 
@@ -216,9 +200,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completion]: ...
     @overload
     async def admit(
@@ -227,16 +210,13 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Handle[Completions]: ...
-    @takes_options(Sampling, returns="Handle[Completion]")
-    async def admit(
-        self, prompt: PromptLike, sampling: Sampling | None = None, /, *, images: Images = None, **options: Any
-    ) -> Any:
+    @takes_options(Sampling, also=PromptOptions, returns="Handle[Completion]")
+    async def admit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
         """Queue a request like `submit`, but wait while the queue is full, which slows down its producer."""
-        handle = self._handle(prompt, sampling, options, images=images)
+        handle = self._handle(prompt, sampling, options)
         await handle.admit()
         return handle
 
@@ -296,10 +276,8 @@ class Requests:
         text = tokenizer.decode(prefix, skip_special_tokens=False) if tokenizer.has_text else ""
         chat = chat_of(source, text) if isinstance(source, Handle) else {}
         covered = source.covered + len(prefix)
-        images = source.images
-        pictures = PromptPictures(images) if images else None
         handle = self._handle(
-            [*prompt_ids, *prefix], sampling, options, base=base, covered=covered, pictures=pictures, **chat
+            [*prompt_ids, *prefix], sampling, options, base=base, covered=covered, copied=copied(source), **chat
         )
         handle.submit()
         return handle
@@ -316,23 +294,23 @@ class Requests:
         reply: ChatReply | None = None,
         reasoning: ReasoningBudget | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
-        images: Images = None,
-        pictures: PromptPictures | None = None,
+        copied: Content | None = None,
     ) -> Handle[Any]:
         """Return a handle that is not submitted yet.
 
         In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which
         goes on if the request has the same structure. A fork of a chat has its `messages` and the budget of its
         `reasoning`, and its `reply` goes on.
-        Its `pictures` are in the prompt's tokens already.
+        The tokens of the `copied` content are in the prompt already.
         """
-        merged = sampling_of(self._front, sampling, options)
+        content, others = split(options) if base is None else (PromptOptions(), options)
+        merged = sampling_of(self._front, sampling, others)
         self._host.check()
         parsed, text = parse_one(prompt), structured_text(self._front, merged)
         if text is not None and base is not None and same_structure(merged, base):
             text = dataclasses.replace(text, covered=covered)
-        parsed = with_pictures(self._front, parsed, images)
-        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply).plus(reasoning).plus(pictures)
+        parsed = attach_one(self._front, parsed, content)
+        parsed = dataclasses.replace(parsed, messages=messages).plus(text).plus(reply).plus(reasoning).plus(copied)
         return Handle(self._host, self, parsed, merged, scoped=scoped)
 
     @overload
@@ -342,9 +320,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completion: ...
     @overload
     def generate_sync(
@@ -353,9 +330,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completions: ...
     @overload
     def generate_sync(
@@ -364,9 +340,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> Completions: ...
     @overload
     def generate_sync(
@@ -375,9 +350,8 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> list[Completions]: ...
     @overload
     def generate_sync(
@@ -386,10 +360,9 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["return"],
         n: One = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> list[Completion | RekindleError]: ...
     @overload
     def generate_sync(
@@ -398,41 +371,38 @@ class Requests:
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["return"],
         n: int,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> list[Completions | RekindleError]: ...
-    @takes_options(Sampling, returns="Completion | list[Completion]")
+    @takes_options(Sampling, also=PromptOptions, returns="Completion | list[Completion]")
     def generate_sync(
         self,
         prompt: PromptLike | Sequence[PromptLike],
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         errors: Literal["raise", "return"] = "raise",
         **options: Any,
     ) -> Any:
         """Run `generate` from code without an event loop: blocks this thread until the result is there."""
-        keywords: Any = {"errors": errors, "images": images, **options}
+        keywords: Any = {"errors": errors, **options}
         call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **keywords)  # type: ignore[arg-type]
         return call.result_sync()
 
-    @takes_options(Sampling)
+    @takes_options(Sampling, also=PromptOptions)
     def stream_sync(
         self,
         prompt: PromptLike,
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         n: int | None = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> SyncStream:
         """Run `stream` from code without an event loop: `for` over it blocks this thread."""
         merged = options if n is None else {**options, "n": n}
-        return self._handle(prompt, sampling, merged, scoped=True, images=images).stream_sync()
+        return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
 
 
 def structured_text(front: Front, sampling: Sampling, *, calls: bool = False) -> StructuredText | None:

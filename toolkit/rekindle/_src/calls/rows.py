@@ -15,10 +15,17 @@ import numpy as np
 
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.chats import ChatRequests
+from rekindle._src.calls.content import (
+    PromptOptions,
+    RequestOptions,
+    RowContent,
+    message_content,
+    refuse_with_messages,
+    split,
+)
 from rekindle._src.calls.handle import Handle, one_ended
-from rekindle._src.calls.pictures import of_messages, parts_of, read_messages, read_values
 from rekindle._src.calls.prompts import from_column, is_missing, parse_one
-from rekindle._src.calls.requests import Images, Pace, Requests, sampling_of, structured_text
+from rekindle._src.calls.requests import Pace, Requests, sampling_of, structured_text
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
@@ -27,11 +34,9 @@ from rekindle._src.core.json_lines import Entry, JsonLines
 from rekindle._src.core.names import nearest
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
-from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import DeferredParse, ParseResult
-from rekindle._src.core.sampling import Sampling, SamplingOptions
-from rekindle._src.dispatch.backend import Front
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import fresh
 from rekindle._src.views import html
 from rekindle.errors import (
@@ -274,8 +279,8 @@ class RowPrompts:
         self._template, self._chat, self._system = template, chat, system
         self.fields: tuple[str, ...] = _fields(template) if isinstance(template, str) else ()
 
-    def fill(self, index: int, row: Any, pictures: Sequence[Any] | None = None) -> str | list[int] | Messages:
-        """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's pictures."""
+    def fill(self, index: int, row: Any, content: PromptOptions) -> str | list[int] | Messages:
+        """Return the prompt of a row: text, token ids, or the messages of a chat, which have the row's content."""
         field = f"rows[{index}]"
         if not isinstance(row, Mapping):
             raise InvalidRequest(field, row, "is not a mapping", _MAPPINGS)
@@ -298,12 +303,10 @@ class RowPrompts:
             wrong.__cause__ = error
             raise wrong from error
         if isinstance(filled, Sequence) and not isinstance(filled, str) and filled and isinstance(filled[0], Mapping):
-            if pictures:
-                fix = "Return the pictures as parts of the messages, {'type': 'image', 'image': picture}"
-                raise InvalidRequest("images", f"{len(pictures)} pictures", "come with messages", fix)
+            refuse_with_messages(content)
             return self._messages([dict(message) for message in filled])
         if self._chat and isinstance(filled, str):
-            return self._messages([{"role": "user", "content": parts_of(filled, pictures)}])
+            return self._messages([{"role": "user", "content": message_content(filled, content)}])
         try:
             prompt = parse_one(filled)
         except InvalidRequest as error:
@@ -335,43 +338,6 @@ def _fields(template: str) -> tuple[str, ...]:
             "Write {text}, and {{ or }} for braces in the text",
         )
     return tuple(dict.fromkeys(fields))
-
-
-class RowPictures:
-    """The pictures of rows: those in one of their columns, or an entry for each row."""
-
-    def __init__(self, front: Front, images: Any, rows: Rows) -> None:
-        column = from_column(images)
-        self._front = front
-        self._images: Any = column
-        if isinstance(images, str):
-            rows.check_names((images,), "images", "{}")
-        elif images is not None:
-            if not (isinstance(column, list | tuple) or (isinstance(column, np.ndarray) and column.ndim in (1, 4))):
-                fix = "Pass the name of a column, or a column or list with an entry for each row"
-                raise InvalidRequest("images", images, "do not match the rows", fix)
-            if rows.total not in (None, len(column)):
-                problem = f"do not match {words.count(rows.total or 0, 'row')}"
-                fix = "Pass an entry for each row: a picture, a list of pictures, or None"
-                raise InvalidRequest("images", f"{len(column):,} entries", problem, fix)
-
-    def of(self, index: int, row: Any) -> Sequence[PictureLike] | None:
-        """Open the pictures of a row and read their headers; None if no row has any. Errors name the row."""
-        if self._images is None:
-            return None
-        field = f"images[{index}]"
-        if isinstance(self._images, str):
-            field = f"rows[{index}][{self._images!r}]"
-            if not isinstance(row, Mapping) or self._images not in row:
-                fix = "Give each row such a field; None stands for no picture"
-                raise InvalidRequest(field, row, "is not there", fix)
-            entry = row[self._images]
-        elif index < len(self._images):
-            entry = self._images[index]
-        else:
-            fix = "Pass an entry for each row: a picture, a list of pictures, or None"
-            raise InvalidRequest("images", f"{index:,} entries", "are fewer than the rows", fix)
-        return () if is_missing(entry) else read_values(self._front, entry, field)
 
 
 def row_key(options: str, prompt: Any) -> str:
@@ -435,12 +401,12 @@ class RowMap(Call[RowAnswers]):
     def __init__(
         self, session: RowMapping, config: EngineConfig, rows: Rows, prompts: RowPrompts, sampling: Sampling,
         options: str, out: str | os.PathLike[str] | None, chat: Mapping[str, Any],
-        parse: Callable[[str], object] | None, compiling: Callable[[], str], pictures: RowPictures,
+        parse: Callable[[str], object] | None, compiling: Callable[[], str], content: RowContent,
     ) -> None:  # fmt: skip
         self._session, self._config, self._rows, self._prompts = session, config, rows, prompts
         self._sampling, self._options = sampling, options
         self._out: RowsFile | None = None if out is None else RowsFile(out)
-        self._chat_options, self._parse, self._compiling, self._pictures = chat, parse, compiling, pictures
+        self._chat_options, self._parse, self._compiling, self._content = chat, parse, compiling, content
         self._answers: dict[int, RowAnswer] = {}
         self._live: list[RowRequest] = []
         self._tokens = 0  # tokens of answers that ended
@@ -494,9 +460,9 @@ class RowMap(Call[RowAnswers]):
         if row in self._answers and self._answers[row].error is None:
             return None  # the call was interrupted, and is awaited again
         try:
-            pictures = self._pictures.of(row, values)
-            prompt: Any = self._prompts.fill(row, values, pictures)
-            key, prompt = self._keyed(prompt, pictures)
+            content = self._content.of(row, values)
+            prompt, identity = self._content.identified(self._prompts.fill(row, values, content), content)
+            key = row_key(self._options, identity)
         except InvalidRequest as error:
             if not isinstance(values, Mapping) and not self._answers:
                 raise  # rows of an iterator, which was not looked into before: the first is no row
@@ -514,20 +480,10 @@ class RowMap(Call[RowAnswers]):
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
                 return RowRequest(row, key, self._session.chat(prompt, self._sampling, **self._chat_options))
-            images = None if pictures is None else [*pictures]
-            return RowRequest(row, key, self._session.generate(prompt, self._sampling, images=images))
+            return RowRequest(row, key, self._session.generate(prompt, self._sampling, **content))
         except InvalidRequest as error:
             self._failed(row, key, error)
             return None
-
-    def _keyed(self, prompt: Any, pictures: Sequence[PictureLike] | None) -> tuple[str, Any]:
-        """Return the key of a row, and its prompt with its pictures read; the key includes digests of the pictures."""
-        front, shown = self._session._front, prompt
-        if isinstance(prompt, list):
-            prompt, inside = read_messages(front, prompt)
-            if inside:
-                shown, pictures = of_messages(front, prompt)[0], inside
-        return row_key(self._options, [shown, [one.content for one in pictures]] if pictures else shown), prompt
 
     async def _wait(self) -> None:
         """Wait until a row is answered, and keep all answers that are there."""
@@ -616,7 +572,7 @@ class RowMap(Call[RowAnswers]):
 class RowMapping(Requests, ChatRequests):
     """The part of a session that maps rows."""
 
-    @takes_options(Sampling)
+    @takes_options(Sampling, also=PromptOptions)
     def map(
         self,
         rows: Iterable[object],
@@ -624,12 +580,11 @@ class RowMapping(Requests, ChatRequests):
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
         template_options: Mapping[str, object] | None = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> RowMap:
         """Await it for one answer for each row: `await session.map(rows, "Summarise: {text}", max_tokens=64)`.
 
@@ -649,7 +604,8 @@ class RowMapping(Requests, ChatRequests):
         model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
         session's queue.
         """
-        merged = sampling_of(self._front, sampling, options)
+        content, others = split(options)
+        merged = sampling_of(self._front, sampling, others)
         if merged.n != 1:
             raise InvalidRequest("n", merged.n, "is more than one answer for a row", "Leave it out, or repeat the rows")
         self._host.check()
@@ -677,10 +633,10 @@ class RowMapping(Requests, ChatRequests):
             extra,
             parse,
             self._front.program_wait.describe,
-            RowPictures(self._front, images, table),
+            RowContent(self._front, content, table),
         )
 
-    @takes_options(Sampling)
+    @takes_options(Sampling, also=PromptOptions)
     def map_sync(
         self,
         rows: Iterable[object],
@@ -688,19 +644,17 @@ class RowMapping(Requests, ChatRequests):
         sampling: Sampling | None = None,
         /,
         *,
-        images: Images = None,
         out: str | os.PathLike[str] | None = None,
         chat: bool = False,
         system: str | None = None,
         template_options: Mapping[str, object] | None = None,
-        **options: Unpack[SamplingOptions],
+        **options: Unpack[RequestOptions],
     ) -> RowAnswers:
         """Run `map` from code without an event loop: blocks this thread until the answers are there."""
         call = self.map(
             rows,
             template,
             sampling,
-            images=images,
             out=out,
             chat=chat,
             system=system,

@@ -15,8 +15,8 @@ import anyio
 import anyio.to_thread
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.content import MOST_DRAWN, drawn, part_as_text
 from rekindle._src.calls.handle import Handle, SyncStream
-from rekindle._src.calls.pictures import MARKER, is_picture, thumbnails
 from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
@@ -87,13 +87,13 @@ class ToolRun:
 
 
 def message_table(messages: Sequence[Mapping[str, Any]]) -> html.Markup:
-    """Return messages as a table, with thumbnails of their first pictures."""
-    rows, most = list[tuple[object, ...]](), html.IMAGES
+    """Return messages as a table, with thumbnails of their first contents."""
+    rows, most = list[tuple[object, ...]](), MOST_DRAWN
     for message in messages:
-        shown = thumbnails(message.get("content"), most)
+        shown, count = drawn(message.get("content"), most)
         text = html.escape(described(message))
-        rows.append((message.get("role"), html.Markup(f"{text}{html.images(shown, limit=most)}")))
-        most -= len(shown)
+        rows.append((message.get("role"), html.Markup(f"{text}{shown}")))
+        most -= count
     return html.table(["role", "content"], rows)
 
 
@@ -112,9 +112,7 @@ def described(message: Mapping[str, Any]) -> str:
 
 
 def _described_part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return str(part)
-    return MARKER if is_picture(part) else str(part.get("text", ""))
+    return part_as_text(part) if isinstance(part, Mapping) else str(part)
 
 
 class ToolLoop(Call[ToolRun]):

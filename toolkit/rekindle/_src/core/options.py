@@ -274,14 +274,18 @@ def _advice(name: str, here: _Door) -> str:
     )
 
 
-def refuse_keywords(unknown: Mapping[str, object], call: Callable[..., object]) -> None:
+def refuse_keywords(keywords: Mapping[str, object], call: Callable[..., object]) -> None:
     """Raise for the first keyword that a call does not take, and name the likely one."""
-    for name, value in unknown.items():
-        known = [
-            parameter.name
-            for parameter in inspect.signature(call).parameters.values()
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-        ]
+    if not keywords:
+        return
+    known = [
+        parameter.name
+        for parameter in inspect.signature(call).parameters.values()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    ]
+    for name, value in keywords.items():
+        if name in known:
+            continue
         close = nearest(name, known)
         fix = f"Did you mean {close!r}?" if close else f"Known are: {', '.join(known)}"
         raise InvalidRequest(name, value, f"is not an option of {call.__name__}", fix)
@@ -332,12 +336,49 @@ class _Annotation(str):
         return str(self)
 
 
-def takes_options(record: type, *, returns: str = "", **defaults: object) -> Decorator:
+def _keywords(record: type) -> list[inspect.Parameter]:
+    """Return the keys of a TypedDict as parameters. None leaves one out."""
+    return [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=_Annotation(getattr(kind, "__forward_arg__", kind)),
+        )
+        for name, kind in record.__annotations__.items()
+    ]
+
+
+def _with_keywords(explicit: list[inspect.Parameter], record: type) -> list[inspect.Parameter]:
+    """Return parameters with the keys of a TypedDict before the other keywords."""
+    place = next((at for at, one in enumerate(explicit) if one.kind is inspect.Parameter.KEYWORD_ONLY), len(explicit))
+    return [*explicit[:place], *_keywords(record), *explicit[place:]]
+
+
+def takes_keywords(record: type) -> Decorator:
+    """Show the keys of a TypedDict instead of `**options` in a function's signature. The function refuses others."""
+
+    def apply(function: F) -> F:
+        signature = inspect.signature(function)
+        explicit = [
+            parameter.replace(annotation=_bare(parameter.annotation))
+            for parameter in signature.parameters.values()
+            if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=_with_keywords(explicit, record), return_annotation=_bare(signature.return_annotation)
+        )
+        return function
+
+    return apply
+
+
+def takes_options(record: type, *, returns: str = "", also: type | None = None, **defaults: object) -> Decorator:
     """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
-    function with overloads needs it. `defaults` override the dataclass's own. A call of a session gets a value for
-    positional arguments that were not passed, and refuses it.
+    function with overloads needs it. The keys of the TypedDict `also` come before all keywords. `defaults` override the
+    dataclass's own. A call of a session gets a value for positional arguments that were not passed, and refuses it.
     """
     fields = [
         inspect.Parameter(
@@ -362,6 +403,7 @@ def takes_options(record: type, *, returns: str = "", **defaults: object) -> Dec
             for parameter in signature.parameters.values()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in names
         ]
+        explicit = explicit if also is None else _with_keywords(explicit, also)
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*explicit, *fields], return_annotation=_bare(returns or signature.return_annotation)
         )

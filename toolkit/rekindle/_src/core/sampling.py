@@ -54,6 +54,18 @@ STRUCTURES = ("schema", "regex", "choice", "grammar", "json")
 LogprobsOf = Literal["raw", "sampled"]
 
 
+class WeightOptions(TypedDict, total=False):
+    """The options of a request that decide which weights compute its prompt."""
+
+    adapter: str | Mapping[str, float] | None
+
+
+class PageOptions(WeightOptions, total=False):
+    """The options of a request that its pages in the cache depend on, in addition to its prompt."""
+
+    salt: str | None
+
+
 class SamplingOptions(TypedDict, total=False):
     """Keyword options of one request except `n`, which decides the type of the result; see `Sampling`."""
 

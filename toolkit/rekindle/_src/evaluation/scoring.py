@@ -10,20 +10,19 @@ import dataclasses
 import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeVar, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsIndex, TypeVar, Unpack, overload
 
 import numpy as np
 
 from rekindle._src.calls.call import Call
+from rekindle._src.calls.content import KeyedOptions, attach, content_of, encoded, split
 from rekindle._src.calls.embedding import texts_shown, usage_so_far
 from rekindle._src.calls.handle import Batch, Handle
-from rekindle._src.calls.pictures import with_images
 from rekindle._src.calls.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
-from rekindle._src.capabilities.pictures.request import PromptPictures, encoded
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Record
-from rekindle._src.core.options import check_batch, refuse_keywords
+from rekindle._src.core.options import check_batch, refuse_keywords, takes_keywords
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 T = TypeVar("T")
-Images = Any  # of a prompt: a picture or a list of them; of several prompts, an entry for each
 Measure = Literal["logprob", "per_token", "per_byte"]
 MEASURES = ("logprob", "per_token", "per_byte")
 ROWS_SHOWN = 20
@@ -257,10 +255,8 @@ class ScoreRequests:
         prompt: PromptLike,
         choices: Sequence[PromptLike],
         *,
-        images: Images = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[KeyedOptions],
     ) -> Scoring[Scores]: ...
     @overload
     def score(
@@ -268,21 +264,17 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
-        images: Images = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[KeyedOptions],
     ) -> Scoring[ScoreTable]: ...
+    @takes_keywords(KeyedOptions)
     def score(
         self,
         prompt: PromptLike | Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
-        images: Images = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
-        **unknown: object,
+        **options: Any,
     ) -> Scoring[Scores] | Scoring[ScoreTable]:
         """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
 
@@ -300,11 +292,12 @@ class ScoreRequests:
         (a name, or names with their weights, as in `generate`) from the model with this adapter. With `images`, as
         in `generate`, prompts have pictures.
         """
-        refuse_keywords(unknown, ScoreRequests.score)
-        sampling = Sampling(max_tokens=0, prompt_logprobs=1, adapter=adapter, salt=salt, priority=priority)
+        refuse_keywords(options, ScoreRequests.score)
+        content, keyed = split(options)
+        sampling = Sampling.of(None, {"max_tokens": 0, "prompt_logprobs": 1, "priority": priority, **keyed})
         self._host.check()
         prompts, many = parse(prompt)
-        prompts = with_images(self._front, prompts, images, many=many)
+        prompts = attach(self._front, prompts, content, many=many)
         lists = _choices(choices, prompts, many)
         questions = [_Question(one, entries) for one, entries in zip(prompts, lists, strict=True)]
         check_batch(sum(len(question.choices) for question in questions))
@@ -349,10 +342,8 @@ class ScoreRequests:
         prompt: PromptLike,
         choices: Sequence[PromptLike],
         *,
-        images: Images = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[KeyedOptions],
     ) -> Scores: ...
     @overload
     def score_sync(
@@ -360,10 +351,8 @@ class ScoreRequests:
         prompt: Sequence[PromptLike],
         choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
         *,
-        images: Images = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[KeyedOptions],
     ) -> ScoreTable: ...
     def score_sync(self, prompt: Any, choices: Any, **options: Any) -> Scores | ScoreTable:
         """Run `score` from code without an event loop: blocks this thread until the scores are there."""
@@ -427,16 +416,15 @@ def _parsed(choices: Sequence[Any]) -> list[Prompt]:
 def _encode(question: _Question, front: Front) -> _EncodedChoices:
     """Encode a prompt together with each of its choices."""
     prompt, encode = question.prompt, front.tokenizer.encode
-    text, given = prompt.text, prompt.extensions.get(PromptPictures)
-    shown = () if given is None else given.pictures
+    text, content = prompt.text, content_of(prompt.extensions)
     if text is not None:
         check_characters(text, front)
         check_beginning(text, front)
-    before = encoded(front, text, shown) if text is not None else np.asarray(prompt.token_ids, np.int32)
+    before = encoded(front, text, content) if text is not None else np.asarray(prompt.token_ids, np.int32)
     tokens, start = [], len(before)
     for choice in question.choices:
         if text is not None and choice.text is not None:
-            whole = encoded(front, text + choice.text, shown)
+            whole = encoded(front, text + choice.text, content)
         else:
             end = encode(choice.text, add_special_tokens=False) if choice.text is not None else choice.token_ids
             whole = np.concatenate([before, np.asarray(end, np.int32)])

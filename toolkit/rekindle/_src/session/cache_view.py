@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 import numpy as np
 
 from rekindle._src.calls.call import Call, Once
-from rekindle._src.calls.pictures import MARKER
+from rekindle._src.calls.content import MARKER, KeyedOptions, PromptOptions, without_prompt
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.capabilities.captures.kept import KeptCaptures, KeptStatistics
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.mesh_shape import address as host_and_port
+from rekindle._src.core.options import refuse_keywords, takes_keywords
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
@@ -364,17 +364,16 @@ class CacheView:
 
         return self._client.ask(collect)
 
+    @takes_keywords(KeyedOptions)
     def explain(
         self,
         prompt: PromptLike,
-        *,
-        images: Any = None,
-        salt: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
+        **options: Unpack[KeyedOptions],
     ) -> PrefixExplanation:
         """Explain which tokens a request with these options would hit, where they are and what fetching them costs."""
+        refuse_keywords(options, CacheView.explain)
         self._parts()
-        request = self._client.keyed_request(prompt, images, salt=salt, adapter=adapter)
+        request = self._client.keyed_request(prompt, **options)
         hit = self._client.ask(lambda: self._client.engine.scheduler.forecast(request))
         return PrefixExplanation(
             prompt_tokens=request.prompt_length,
@@ -451,9 +450,11 @@ class CacheView:
 
     # -- keeping
 
-    def export_prefix(self, prompt: PromptLike, path: str | Path, *, images: Any = None) -> Call[int]:
+    @takes_keywords(PromptOptions)
+    def export_prefix(self, prompt: PromptLike, path: str | Path, **content: Unpack[PromptOptions]) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
-        writer, prefix, target = self._client.writer, self._client.prefix(prompt, images), Path(path)
+        refuse_keywords(content, CacheView.export_prefix)
+        writer, prefix, target = self._client.writer, self._client.prefix(prompt, **content), Path(path)
         return Once(self._client.in_writer, partial(writer.export_prefix, prefix, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
@@ -469,14 +470,15 @@ class CacheView:
         """
         return Once(self._share, host, port, secret, name="share")
 
+    @takes_keywords(PromptOptions)
     def pull(
         self,
         address: str,
         prompt: PromptLike | None = None,
         *,
-        images: Any = None,
         salt: str | None = None,
         secret: str | None = None,
+        **content: Unpack[PromptOptions],
     ) -> Call[int]:
         """Await it to take pages from a session that shares them. The result is how many tokens they cover.
 
@@ -484,9 +486,10 @@ class CacheView:
         one, the pages that the other session is likeliest to need again, until half of host_memory is used.
         """
         client = self._client
-        if prompt is None and images is not None:
-            raise InvalidRequest("images", images, "come without a prompt", "Pass the prompt that they are in")
-        prefix = None if prompt is None else client.prefix(prompt, images, salt=salt)
+        refuse_keywords(content, CacheView.pull)
+        if prompt is None and any(value is not None for value in content.values()):
+            raise without_prompt(content)
+        prefix = None if prompt is None else client.prefix(prompt, salt=salt, **content)
         return Once(self._pull, address, prefix, secret, name="pull")
 
     def __repr__(self) -> str:
@@ -559,7 +562,7 @@ class CacheView:
         if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
         runs = itertools.groupby(tokens.tolist(), lambda token: token < 0)  # those below 0 are of pages with a picture
-        return "".join(MARKER if pictures else tokenizer.decode(list(run)) for pictures, run in runs)
+        return "".join(MARKER if other else tokenizer.decode(list(run)) for other, run in runs)
 
     def _place(self, node: NodeView) -> tuple[PrefixCache, Node]:
         """Return a node of the tree with the cache that has it. Called on the host's loop."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
-from rekindle._src.calls.pictures import keyed
+from rekindle._src.calls.content import RequestOptions, keyed
 from rekindle._src.calls.prompts import PromptLike, parse_one
 from rekindle._src.capabilities import capabilities_of
 from rekindle._src.core import words
@@ -19,7 +19,6 @@ from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import PageMove, Request, WaitingRequest
-from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
@@ -96,35 +95,35 @@ class Client:
         """Return the requests that wait and why, the oldest first, at most `limit`."""
         return self.ask(lambda: self.engine.scheduler.waits(limit))
 
-    def keyed_request(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Request:
+    def keyed_request(self, prompt: PromptLike, **options: Unpack[RequestOptions]) -> Request:
         """Return a request with this prompt and these options, to ask the scheduler what its pages are.
 
-        Pictures are decoded, which may take seconds.
+        Its content is decoded, which may take seconds.
         """
-        prompted = keyed(self.front, parse_one(prompt), images, Sampling(**options))
+        prompted = keyed(self.front, parse_one(prompt), options)
         return self._capabilities.keyed_request(prompted, self.front)
 
-    def prefix(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> Prefix:
+    def prefix(self, prompt: PromptLike, **options: Unpack[RequestOptions]) -> Prefix:
         """Return the prefix that a request with this prompt and these options would have."""
         page_size = self.front.config.page_size
         assert page_size is not None, "resolved"
-        return self.keyed_request(prompt, images, **options).prefix(page_size)
+        return self.keyed_request(prompt, **options).prefix(page_size)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""
         tokenizer = self.front.tokenizer
         return tokenizer.decode(token_ids) if tokenizer.has_text else ""
 
-    def pin(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> int:
+    def pin(self, prompt: PromptLike, **options: Unpack[RequestOptions]) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
-        prefix = self.prefix(prompt, images, **options)
+        prefix = self.prefix(prompt, **options)
         return self.ask(lambda: self.engine.scheduler.pin(prefix))
 
-    def unpin(self, prompt: PromptLike, images: object = None, **options: Unpack[SamplingOptions]) -> int:
+    def unpin(self, prompt: PromptLike, **options: Unpack[RequestOptions]) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
-        prefix = self.prefix(prompt, images, **options)
+        prefix = self.prefix(prompt, **options)
         return self.ask(lambda: self.engine.scheduler.unpin(prefix))
 
     async def in_writer(self, job: Callable[[], T]) -> T:

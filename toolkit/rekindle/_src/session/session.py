@@ -11,12 +11,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, Unpack, cast
 
 from rekindle._src.calls.call import Call, Once
+from rekindle._src.calls.content import KeyedOptions
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.calls.requests import Images
 from rekindle._src.capabilities import capabilities_of
 from rekindle._src.capabilities.guides.request import GRAMMARS
 from rekindle._src.capabilities.pictures.request import PICTURES
@@ -24,6 +24,7 @@ from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
+from rekindle._src.core.options import refuse_keywords, takes_keywords
 from rekindle._src.core.records import Completion, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, SessionService, StepOnce, StepOutcome
@@ -283,13 +284,11 @@ class Session(OpenModel, RolloutRequests):
         """
         return Once(self._client.save, name, name="save")
 
+    @takes_keywords(KeyedOptions)
     def pin(
         self,
         prompt: PromptLike,
-        *,
-        images: Images = None,
-        salt: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
+        **options: Unpack[KeyedOptions],
     ) -> int:
         """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
@@ -297,18 +296,18 @@ class Session(OpenModel, RolloutRequests):
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt, images, salt=salt, adapter=adapter)
+        refuse_keywords(options, Session.pin)
+        return self._client.pin(prompt, **options)
 
+    @takes_keywords(KeyedOptions)
     def unpin(
         self,
         prompt: PromptLike,
-        *,
-        images: Images = None,
-        salt: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
+        **options: Unpack[KeyedOptions],
     ) -> int:
         """Undo one `pin` with these options. Return how many tokens are no longer kept."""
-        return self._client.unpin(prompt, images, salt=salt, adapter=adapter)
+        refuse_keywords(options, Session.unpin)
+        return self._client.unpin(prompt, **options)
 
     def swap_weights(self, weights: object, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
