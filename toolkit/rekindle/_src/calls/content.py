@@ -122,7 +122,7 @@ def content_of(extensions: Extensions) -> Content | None:
 
 
 def copied(source: ForkSource) -> Content | None:
-    """Return the content of a prompt whose tokens have it already, for a fork of its completion or handle."""
+    """Return the content of a source for its fork, where the prompt's tokens have it already."""
     return PromptPictures(source.images) if source.images else None
 
 
@@ -159,7 +159,7 @@ def refuse_with_messages(content: PromptOptions) -> None:
 
 
 def not_of_a_text(content: PromptOptions) -> InvalidRequest:
-    """Return the error for content of a chat whose last message is no text of the user."""
+    """Return the error for content that comes with a chat, if the last message is no text of the user."""
     fix = "Write them into a message: {'role': 'user', 'content': [{'type': 'image', 'image': picture}, …]}"
     problem = "are those of the last message, which is no text of the user"
     return InvalidRequest("images", content.get("images"), problem, fix)

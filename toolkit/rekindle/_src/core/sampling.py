@@ -55,13 +55,13 @@ LogprobsOf = Literal["raw", "sampled"]
 
 
 class WeightOptions(TypedDict, total=False):
-    """The options of a request that decide which weights compute its prompt."""
+    """Options that choose the weights for a prompt."""
 
     adapter: str | Mapping[str, float] | None
 
 
 class PageOptions(WeightOptions, total=False):
-    """The options of a request that its pages in the cache depend on, in addition to its prompt."""
+    """Options that name the pages of a prompt in the cache."""
 
     salt: str | None
 
