@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.images.picture import PictureLimits, decode_uri, open_picture
 from rekindle._src.images.thumbnail import Thumbnail
@@ -33,11 +33,20 @@ class Attachment(NamedTuple):
         return cls(picture.uri, Thumbnail.of(picture))
 
 
+class AttachingSession(Protocol):
+    """A session, as far as attachments depend on it."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def reads_pictures(self) -> bool: ...
+
+
 class Attachments:
     """The pictures that are attached to the next message of a chat."""
 
-    def __init__(self, model: str, reads: bool) -> None:
-        self._model, self._reads = model, reads
+    def __init__(self, session: AttachingSession) -> None:
+        self._model, self._reads = session.model, session.reads_pictures
         self.entries: tuple[Attachment, ...] = ()
 
     @property
@@ -109,9 +118,10 @@ def uris_in(content: Any) -> list[str]:
     return [] if isinstance(content, str) else [part["image"] for part in content if "image" in part]
 
 
-def thumbnails_of(content: Any, most: int) -> list[Thumbnail]:
-    """Return the pictures of a message's content. The first `most` are drawn."""
-    return [Thumbnail.of(uri) if place < most else Thumbnail() for place, uri in enumerate(uris_in(content))]
+def drawn_of(content: Any, most: int) -> str:
+    """Return the pictures of a message's content as HTML. The first `most` are drawn."""
+    shown = [Thumbnail.of(uri) if place < most else Thumbnail() for place, uri in enumerate(uris_in(content))]
+    return html.images(shown, limit=most)
 
 
 def rooms(contents: Sequence[Any]) -> list[int]:

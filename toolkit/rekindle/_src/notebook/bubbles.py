@@ -94,19 +94,16 @@ def _speaker(role: str) -> str:
     return {"user": "You", "assistant": "Answer"}.get(role, _FOLDED.get(role, role))
 
 
-def body(
-    role: str, content: str, reply: Reply | None = None, *, key: str = "", images: Sequence[html.ImageLike] = (),
-    most: int = html.IMAGES,
-) -> str:  # fmt: skip
+def body(role: str, content: str, reply: Reply | None = None, *, key: str = "", attached: str = "") -> str:
     """Return a complete message: Markdown if the model wrote it, else the text as it was typed.
 
-    At most `most` of its pictures are drawn. A model's `reply` with reasoning or calls is shown by its parts; an
-    unfolded part stays so under the same `key`.
+    HTML of what is `attached` comes first. A model's `reply` with reasoning or calls is shown by its parts; an unfolded
+    part stays so under the same `key`.
     """
     if reply is not None:
         return _parts(reply, key)
     text = _rendered(content) if role == "assistant" else html.text(content)
-    return f"{html.images(images, limit=most)}{text}"
+    return f"{attached}{text}"
 
 
 def answer(

@@ -18,7 +18,7 @@ from rekindle._src.core.reply import Reply
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.notebook import bubbles, settings
 from rekindle._src.notebook.answer import LastAnswer, Piece, tokens_of
-from rekindle._src.notebook.attachments import Attachment, Attachments, rooms, text_in, thumbnails_of
+from rekindle._src.notebook.attachments import Attachment, Attachments, drawn_of, rooms, text_in
 from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, choice, field
 from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
 from rekindle._src.views import html
@@ -57,10 +57,10 @@ class Refusal(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """The next message: the text of the input line, and the attached pictures."""
+    """The next message: the text of the input line, and its attachments."""
 
     text: str
-    pictures: tuple[Attachment, ...]
+    attached: tuple[Attachment, ...]
 
 
 class ChatView(Live):
@@ -133,7 +133,7 @@ class ChatView(Live):
         sampling = Sampling.of(session.chat_sampling, drawn)
         session.chat([{"role": "user", "content": "…"}], **self._options)
         self._session = session
-        self._attached = Attachments(session.model, session.reads_pictures)
+        self._attached = Attachments(session)
         self.widget.files = self._attached.most_file
         self._settings = settings.opened_with(sampling, self._options)
 
@@ -278,10 +278,10 @@ class ChatView(Live):
         return Draft(self.widget.value("say"), self._attached.entries)
 
     def _take_back(self, content: Any) -> None:
-        """Put a message into the input line, before the text and the pictures that are there."""
-        typed, pictures = self._draft
+        """Put a message into the input line, before the text and the attachments that are there."""
+        typed, attached = self._draft
         said = self._attached.take_back(content)
-        self._attached.entries += pictures
+        self._attached.entries += attached
         self.widget.fill("say", "\n".join(filter(None, (said, typed))))
 
     def _undo_edit(self) -> None:
@@ -655,8 +655,8 @@ class ChatView(Live):
         if index < len(self._bubbles) and self._bubbles[index][0] == shown:
             return self._bubbles[index][1]
         del self._bubbles[index:]
-        key, images = f"reasoning {index}", thumbnails_of(content, most)
-        body = bubbles.body(role, text_in(content), reply, key=key, images=images, most=most)
+        key, attached = f"reasoning {index}", drawn_of(content, most)
+        body = bubbles.body(role, text_in(content), reply, key=key, attached=attached)
         actions = {"user": (bubbles.COPY, bubbles.EDIT), "assistant": (bubbles.COPY, bubbles.AGAIN)}.get(role, ())
         drawn = bubbles.turn(role, body, at=index, actions=actions, quiet=facts, place=place)
         self._bubbles.append((shown, drawn))
