@@ -11,6 +11,7 @@ from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve import generation
 from rekindle._src.serve.chat import call_chat, calls_options, encode_chat, events_of
+from rekindle._src.serve.content import ReadPart, RequestContent, has_other, is_other
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import (
@@ -27,7 +28,6 @@ from rekindle._src.serve.fields import (
     whole,
 )
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
 
 BLOCKS = Items(Shape((("type", String()),), ("type",)))
 CONTENT = Either("a string or a list of blocks", ((str, String()), (list, BLOCKS)))
@@ -118,10 +118,10 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
     options |= structure | calls_options(fields, parallel=parallel)
-    pictures = RequestPictures(exchange, session)
-    messages = await pictures.messages(lambda read: messages_of(fields, read))
-    with exchange.takes_on(pictures.tokens) as active:
-        await pictures.fetch()
+    content = RequestContent(exchange, session)
+    messages = await content.messages(lambda read: messages_of(fields, read))
+    with exchange.takes_on(content.tokens) as active:
+        await content.fetch()
         handle = await exchange.run(partial(call_chat, session.chat, messages, {**options, **template}))
         del messages
         generation.submit(exchange, active, [handle])
@@ -147,14 +147,14 @@ async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     _, session = generation.model_of(exchange, fields)
     template = template_options(fields)
     template.pop("tool_choice", None)
-    pictures = RequestPictures(exchange, session)
-    messages = await pictures.messages(lambda read: messages_of(fields, read))
-    await pictures.fetch()
+    content = RequestContent(exchange, session)
+    messages = await content.messages(lambda read: messages_of(fields, read))
+    await content.fetch()
     count = await exchange.run_in_turn(lambda: len(encode_chat(session, messages, template)))
     await exchange.reply({"input_tokens": count})
 
 
-def messages_of(fields: dict[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
+def messages_of(fields: dict[str, Any], read: ReadPart) -> list[dict[str, Any]]:
     """Take the messages out of the fields. Return them as a conversation.
 
     Refuse blocks other than text, pictures, thinking and tools by name.
@@ -224,13 +224,13 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]
     return message
 
 
-def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str, read: ReadPicture) -> list[dict[str, Any]]:
+def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str, read: ReadPart) -> list[dict[str, Any]]:
     """Return a message for each tool result, and then one for the user's text."""
     results: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         block_path = f"{path}[{index}]"
-        if is_picture(block):
+        if is_other(block):
             parts.append(read(block, block_path))
             continue
         if block["type"] != "tool_result":
@@ -241,7 +241,7 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str, read: ReadP
         content = _result(block.get("content"), f"{block_path}.content")
         content = f"Error: {content}" if block.get("is_error") else content
         results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
-    whole = parts if has_pictures(parts) else "\n".join(part["text"] for part in parts)
+    whole = parts if has_other(parts) else "\n".join(part["text"] for part in parts)
     return [*results, *([{"role": role, "content": whole}] if parts or not results else [])]
 
 

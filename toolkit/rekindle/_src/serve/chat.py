@@ -18,13 +18,13 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
+from rekindle._src.serve.content import ReadPart, RequestContent, content_of, content_text, has_other, is_other
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, ServedSession
 from rekindle._src.serve.openai_fields import BUDGETS
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures, has_pictures, is_picture
 from rekindle.errors import InvalidRequest, abbreviated
 
 T = TypeVar("T")
@@ -46,11 +46,11 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     options = {**chat_options(fields, session), **template_options(exchange, fields), **structure}
     streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
-    pictures = RequestPictures(exchange, session)
+    content = RequestContent(exchange, session)
     echoed = _echoed(fields)
-    messages = await pictures.messages(lambda read: plain_messages(fields.pop("messages"), read))
-    with exchange.takes_on(pictures.tokens) as active:
-        await pictures.fetch()
+    messages = await content.messages(lambda read: plain_messages(fields.pop("messages"), read))
+    with exchange.takes_on(content.tokens) as active:
+        await content.fetch()
         handle = await exchange.run(partial(call_chat, session.chat, messages, options))
         del messages
         generation.submit(exchange, active, [handle])
@@ -86,7 +86,7 @@ def encode_chat(
     """
     options = {name: value for name, value in options.items() if name not in _OF_BUDGET}
     text = call_chat(session.render, messages, options)
-    if not any(isinstance(message.get("content"), list) and has_pictures(message["content"]) for message in messages):
+    if not any(isinstance(message.get("content"), list) and has_other(message["content"]) for message in messages):
         return generation.encode_text(session, text, add_special_tokens=special, param="messages")
     if special:
         raise wrong("add_special_tokens", True, "is not for messages with pictures", "Leave it out")
@@ -200,10 +200,7 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": [*selection.values()], "tool_choice": mode}
 
 
-_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
-
-
-def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPicture) -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPart) -> list[dict[str, Any]]:
     """Return copies of the messages with one text each, or with parts where some are pictures. Refuse other parts.
 
     The assistant's messages have no pictures.
@@ -218,31 +215,6 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], read: ReadPicture) -> 
             )
         copies.append(plain)
     return copies
-
-
-def content_of(parts: Sequence[Mapping[str, Any]], path: str, read: ReadPicture) -> str | list[dict[str, Any]]:
-    """Return the text of content parts, joined by newlines; parts of text and of pictures, if there are pictures."""
-    if not has_pictures(parts):
-        return content_text(parts, path)
-    return [
-        read(part, f"{path}[{index}]")
-        if is_picture(part)
-        else {"type": "text", "text": content_text([part], f"{path}[{index}]")}
-        for index, part in enumerate(parts)
-    ]
-
-
-def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
-    """Return the text of content parts, joined by newlines."""
-    lines = []
-    for index, part in enumerate(parts):
-        member = _TEXTS.get(part.get("type", ""))
-        if member is None:
-            raise wrong(f"{path}[{index}].type", part.get("type"), "is not served", "Send parts of text, or pictures")
-        if not isinstance(part.get(member), str):
-            raise wrong(f"{path}[{index}].{member}", part.get(member), "is not a string", "Pass one")
-        lines.append(part[member])
-    return "\n".join(lines)
 
 
 class _ChatWriter(generation.Writer):
@@ -389,4 +361,4 @@ def _echoed(fields: Mapping[str, Any]) -> str:
     content = fields["messages"][-1].get("content") or ""
     if isinstance(content, str):
         return content
-    return content_text([part for part in content if not is_picture(part)], "content")
+    return content_text([part for part in content if not is_other(part)], "content")

@@ -10,13 +10,13 @@ import anyio.to_thread
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import encode_chat, plain_messages, template_options
+from rekindle._src.serve.content import RequestContent
 from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
 from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
-from rekindle._src.serve.pictures import RequestPictures
 from rekindle.errors import ConfigError
 
 MOST_IDS = 1 << 18  # that are decoded at once, unless the context has room for more
@@ -76,9 +76,9 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
 
     options = {} if "prompt" in fields else template_options(exchange, {**fields, "add_special_tokens": False})
 
-    pictures = RequestPictures(exchange, session)
-    messages = await pictures.messages(lambda read: plain_messages(fields.pop("messages", ()), read))
-    await pictures.fetch()
+    content = RequestContent(exchange, session)
+    messages = await content.messages(lambda read: plain_messages(fields.pop("messages", ()), read))
+    await content.fetch()
 
     def answer() -> dict[str, Any]:
         if "prompt" in fields:

@@ -5,7 +5,7 @@ No path is read. URLs are fetched only by a server that was started for it; see 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from rekindle._src.images import EncodedPicture, PictureLimits, decode_uri, open_bytes
@@ -24,11 +24,6 @@ _KINDS = ("image_url", "input_image", "image")  # of chat completions, responses
 _DETAILS = ("auto", "low", "high", "original")
 _ROW_BYTES = 4_096  # of a picture, in host memory while its request waits, that count as one token which waits
 _FETCHED_SIDE = 1_024  # pixels of a picture that is still to be fetched, an estimate
-
-
-def has_pictures(parts: Sequence[Mapping[str, Any]]) -> bool:
-    """True if one of the parts is a picture."""
-    return any(is_picture(part) for part in parts)
 
 
 def is_picture(part: Mapping[str, Any]) -> bool:

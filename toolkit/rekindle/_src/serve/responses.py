@@ -15,12 +15,11 @@ from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import (
     call_chat,
     calls_options,
-    content_of,
-    content_text,
     events_of,
     reasoning_options,
     tool_options,
 )
+from rekindle._src.serve.content import ReadPart, RequestContent, content_of, content_text
 from rekindle._src.serve.errors import ApiError, missing, wrong
 from rekindle._src.serve.exchange import Exchange, OpenAI, characters_of, dumps
 from rekindle._src.serve.fields import (
@@ -40,7 +39,6 @@ from rekindle._src.serve.fields import (
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import ServedSession
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, REASONING_FIELDS, SAMPLING_BY_NAME
-from rekindle._src.serve.pictures import ReadPicture, RequestPictures
 
 WIDEST = 4  # bytes of a character
 # Characters of what comes back with an answer: they are written at once, up to three times.
@@ -120,10 +118,10 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     item_store = exchange.service.item_store
     shapes = LogprobShapes(exchange.service.token_names(served.name, session))
     fields["input"], exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
-    pictures = RequestPictures(exchange, session)
-    messages = await pictures.messages(lambda read: messages_of(fields, read))
-    with exchange.takes_on(pictures.tokens) as active:
-        await pictures.fetch()
+    content = RequestContent(exchange, session)
+    messages = await content.messages(lambda read: messages_of(fields, read))
+    with exchange.takes_on(content.tokens) as active:
+        await content.fetch()
         handle = await exchange.run(partial(call_chat, session.chat, messages, options))
         del messages
         generation.submit(exchange, active, [handle])
@@ -188,7 +186,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
     return whole_items, size
 
 
-def messages_of(fields: dict[str, Any], read: ReadPicture) -> list[dict[str, Any]]:
+def messages_of(fields: dict[str, Any], read: ReadPart) -> list[dict[str, Any]]:
     """Take the input out of the fields. Return it as a conversation.
 
     Consecutive reasoning, text and calls become one message of the assistant.
@@ -223,7 +221,7 @@ def messages_of(fields: dict[str, Any], read: ReadPicture) -> list[dict[str, Any
     return messages
 
 
-def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str, read: ReadPicture) -> None:
+def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str, read: ReadPart) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
