@@ -156,6 +156,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/detokenizer.py": {"_BYTE_TOKEN": STRANGER("a token", "LONGEST_TEXT")},
     "toolkit/rekindle/_src/text/gguf/reading.py": {"_WORD": STRANGER("a text to encode", "MAX_PROMPT")},
     "toolkit/rekindle/_src/text/gguf/writing.py": {"_BYTE": STRANGER("a token", "LONGEST_TEXT")},
+    "toolkit/rekindle/_src/text/replies/blocks.py": {"_PLACES": US("a mark of a family", "a mark")},
     "toolkit/rekindle/_src/text/replies/call_grammar.py": {r"[^\w\s]": US("a mark of a family", "a mark")},
     "toolkit/rekindle/_src/text/replies/gemma_reader.py": {"_WORD": STRANGER("a reply's name", "MAX_NAME")},
     "toolkit/rekindle/_src/text/replies/harmony.py": {

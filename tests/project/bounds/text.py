@@ -13,7 +13,7 @@ import numpy as np
 
 from project.bounds.records import AUTHOR, SMALL, STRANGER, Bound, Other, within
 from rekindle._src.text import template_code, template_limits, tokenizer, tokenizer_limits
-from rekindle._src.text.replies import history
+from rekindle._src.text.replies import arguments, history
 from rekindle.errors import CheckpointError
 
 STRINGS = tokenizer_limits.MAX_STRINGS
@@ -180,6 +180,20 @@ def restored(count: int) -> Callable[[], object]:
     return lambda: (written, written.restored(asked, [0], decode))
 
 
+def parameters(count: int) -> Callable[[], object]:
+    """Parameters of a tool that has to be called, each of which refers to more schemas than are looked at."""
+    from rekindle._src.text.replies.call_grammar import call_grammar
+    from rekindle._src.text.replies.families import SYNTAXES
+
+    several = {f"of{at}": {"anyOf": [{"$ref": f"#/$defs/of{at + 1}"}] * 64} for at in range(3)}
+    schema = {
+        "properties": {f"{at:x}": {"$ref": "#/$defs/of0"} for at in range(count)},
+        "$defs": several | {"of3": {"enum": ["x"] * arguments.MAX_CHOICES}},
+    }
+    tools = [{"function": {"name": "f", "parameters": schema}}]
+    return lambda: call_grammar(SYNTAXES["minimax_m2"], tools, lambda marker: None, several=True)
+
+
 BOUNDS: list[Bound] = [
     AUTHOR(
         "text/template_code.py: MAX_TEMPLATE", counts="tokens of a template", most=template_code._TOKENS,
@@ -230,6 +244,10 @@ BOUNDS: list[Bound] = [
         unit="one that takes all steps", feed=tags, count=1, seconds=3, mib=16,
     ),
     STRANGER(
+        "text/replies/arguments.py: MAX_SCHEMAS, MAX_CHOICES", counts="parameters of a tool that has to be called",
+        most=2_048, unit="one that refers to many schemas", feed=parameters, count=512, seconds=2, mib=16,
+    ),
+    STRANGER(
         "text/replies/history.py: MAX_KEPT, MAX_TOKENS, LONGEST", counts="earlier replies", most=history.MAX_KEPT,
         unit="one that the template has written otherwise", feed=restored, count=32, seconds=3, mib=64,
     ),
@@ -246,7 +264,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "text/replies/patterns.py": {"_MAX_NESTED": SMALL, "_MAX_RANGES": SMALL},
     "text/replies/response_template.py": {
         "MAX_FIELDS": within("characters of a reply and a pattern: those of all fields have its steps together"),
-        "MAX_LITERALS": SMALL, "MAX_LITERAL": SMALL, "_MAX_NODES": SMALL,
+        "MAX_LITERALS": SMALL, "MAX_LITERAL": SMALL, "_MAX_NODES": SMALL, "MAX_DELIMITERS": SMALL,
     },
     "text/replies/template_scanner.py": {"MAX_MATCH": within("characters of a reply and a pattern")},
     "text/replies/json_reader.py": {"MAX_DEPTH": SMALL, "MAX_WORD": SMALL},

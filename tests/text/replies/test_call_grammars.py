@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
 
 llguidance = pytest.importorskip("llguidance", reason="llguidance is not installed")
 VOCAB = 320
@@ -179,3 +182,18 @@ def test_reasoning_comes_before_calls_that_have_to_be_made(family: str, marked: 
             assert whole == accepted, (prompt, text)
         reply = format.parse(text, tools=TOOLS, reasoning_open=format.opens_reasoning(prompt))
         assert not accepted or [one.name for one in reply.tool_calls] == ["weather"]
+
+
+@pytest.mark.parametrize("name", sorted(SYNTAXES))
+def test_definitions_that_values_share_count_wherever_they_are_written(name: str) -> None:
+    """2,000 parameters next to a megabyte of definitions: 100 kB of grammar for each was 4 GB before it was refused."""
+    properties = {f"p{at}": {"type": "integer"} for at in range(2_000)}
+    schema = {"type": "object", "properties": properties, "$defs": {"a": {"description": "x" * 100_000}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(InvalidRequest):
+            call_grammar(SYNTAXES[name], tools, lambda marker: None, several=True)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()

@@ -3,7 +3,9 @@ no faster, and nothing is raised."""
 
 from __future__ import annotations
 
+import itertools
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -12,7 +14,9 @@ import pytest
 
 from helpers.replies import TOOLS
 from helpers.thorough import by_default
-from rekindle._src.text.replies import ReplyFormat, ReplyPlan, fold
+from rekindle._src.text.replies import ReplyFormat, ReplyPlan, arguments, fold
+from rekindle._src.text.replies.arguments import kinds_of
+from rekindle._src.text.replies.call import known_tools
 from rekindle._src.text.replies.families import SYNTAXES
 from rekindle._src.text.replies.response_template import ResponseTemplate
 from text.replies.test_response_template import REPLIES, TEMPLATES
@@ -101,3 +105,52 @@ def test_64_kilobytes_of_marks_are_read(name: str) -> None:
         text = part * ((1 << 16) // len(part))
         reply = FORMATS[name].parse(text, tools=TOOLS, seed=b"x")
         assert len(reply.content) + len(reply.reasoning) <= 2 * len(text)
+
+
+def definitions(ways: int, levels: int = 4) -> dict[str, Any]:
+    """Definitions each of which names the next one in several alternatives: `ways` to the power of `levels` paths."""
+    names = [f"of{level}" for level in range(levels + 1)]
+    inner: dict[str, Any] = {names[-1]: {"type": "integer"}}
+    return inner | {
+        name: {"anyOf": [{"$ref": f"#/$defs/{following}"}] * ways} for name, following in itertools.pairwise(names)
+    }
+
+
+def test_a_schema_of_references_is_looked_at_in_bounded_steps() -> None:
+    """24 kB of definitions stand for eight thousand million schemas. Each value of a call asks for its type."""
+    schema = {"$ref": "#/$defs/of0", "$defs": definitions(300)}
+    assert kinds_of(schema) is None, "it does not say"
+    assert kinds_of({"$ref": "#/$defs/of0", "$defs": definitions(2, 3)}) == {"integer"}
+    assert kinds_of({"enum": [*range(arguments.MAX_CHOICES), "x"]}) is None
+    assert kinds_of({"enum": [1, "x"]}) == {"integer", "number", "string"}
+    assert kinds_of({"type": ["integer"] * 200}) is None
+    many = {"enum": [1] * 40}
+    assert kinds_of({"anyOf": [many] * 100}) == {"integer", "number"}
+    assert kinds_of({"anyOf": [many] * 103}) is None, "all of its values together are looked at"
+
+
+def test_a_tool_s_definitions_are_not_copied_for_each_parameter_and_sequence() -> None:
+    """Each of `n` sequences has its table of tools: with a copy for each of 5,000 parameters it took a megabyte."""
+    schema = {
+        "type": "object",
+        "properties": {f"p{at}": {} for at in range(5_000)},
+        "$defs": {"a": {"type": "integer"}},
+    }
+    schema["properties"]["n"] = {"$ref": "#/$defs/a"}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    tracemalloc.start()
+    try:
+        tables = [known_tools([tool]) for _ in range(100)]
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert size < 1 << 20
+    assert kinds_of(tables[0]["f"]["n"]) == {"integer"}
+    assert len(tables[0]["f"]) == 5_001 and "p7" in tables[0]["f"] and "p" not in tables[0]["f"]
+
+
+@pytest.mark.parametrize("name", sorted(SYNTAXES))
+def test_a_name_that_reads_as_a_place_is_written_once(name: str) -> None:
+    """60 kB of names in an earlier call became 600 MB of text."""
+    text = SYNTAXES[name].write([("{name}" * 100 + "{index}", {"a": 1})])
+    assert len(text) < 2_000 and text.count("{name}" * 100 + "{index}") in (1, 2)

@@ -9,6 +9,7 @@ from typing import Any
 from rekindle._src.text.replies.call import MalformedCall, ReplyCall, as_json
 
 _MAX_DEPTH = 8  # levels of alternatives in a schema
+MAX_SCHEMAS, MAX_CHOICES = 128, 4_096  # parts of a schema that are looked at, and values of all their enums
 _TYPES: tuple[tuple[type, frozenset[str]], ...] = (
     (bool, frozenset({"boolean"})),
     (int, frozenset({"integer", "number"})),
@@ -79,30 +80,61 @@ def json_value(text: str) -> Any:
         raise MalformedCall from None
 
 
-def kinds_of(schema: object, definitions: object = None, depth: int = 0) -> frozenset[str] | None:
-    """Return the types that a schema allows; None if it does not say. It may have definitions of its own."""
-    if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
-        return None
-    definitions = schema.get("$defs", schema.get("definitions", definitions))
-    if isinstance(reference := schema.get("$ref"), str):
-        inner = definitions.get(reference.rpartition("/")[2]) if isinstance(definitions, Mapping) else None
-        return kinds_of(inner, definitions, depth + 1)
-    if (kinds := schema.get("type")) is not None:
-        listed = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
-        names = frozenset([_NAMES_OF_PYTHON.get(name, name) for name in listed if isinstance(name, str)])
-        if not names or not names <= _KNOWN:
+def kinds_of(schema: object) -> frozenset[str] | None:
+    """Return the types that a schema allows; None if it does not say. It may have definitions of its own.
+
+    One with more parts or values than are looked at does not say: references can make a short schema stand for any
+    number of them.
+    """
+    return _Kinds().of(schema, None, 0)
+
+
+class _Kinds:
+    """Looks for the types of one schema, and counts the parts and values that it has looked at."""
+
+    def __init__(self) -> None:
+        self._schemas, self._choices = MAX_SCHEMAS, MAX_CHOICES
+
+    def of(self, schema: object, definitions: object, depth: int) -> frozenset[str] | None:
+        self._schemas -= 1
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._schemas < 0:
             return None
-        return names | {"null"} if schema.get("nullable") is True else names
-    if isinstance(schema.get("enum"), list):
-        return frozenset().union(*map(_kind, schema["enum"])) or None
-    if "const" in schema:
-        return _kind(schema["const"])
-    for key in ("anyOf", "oneOf"):
-        if isinstance(schema.get(key), list):
-            parts = [kinds_of(part, definitions, depth + 1) for part in schema[key]]
-            known = [part for part in parts if part is not None]
-            return frozenset().union(*known) if known and len(known) == len(parts) else None
-    return None
+        definitions = schema.get("$defs", schema.get("definitions", definitions))
+        if isinstance(reference := schema.get("$ref"), str):
+            inner = definitions.get(reference.rpartition("/")[2]) if isinstance(definitions, Mapping) else None
+            return self.of(inner, definitions, depth + 1)
+        if (kinds := schema.get("type")) is not None:
+            return _named_kinds(kinds, nullable=schema.get("nullable") is True)
+        if isinstance(choices := schema.get("enum"), list):
+            self._choices -= len(choices)
+            one_of_each = {type(choice): choice for choice in choices} if self._choices >= 0 else {}
+            return frozenset().union(*map(_kind, one_of_each.values())) or None
+        if "const" in schema:
+            return _kind(schema["const"])
+        for key in ("anyOf", "oneOf"):
+            if isinstance(ways := schema.get(key), list):
+                return self._of_all(ways, definitions, depth + 1)
+        return None
+
+    def _of_all(self, ways: list[Any], definitions: object, depth: int) -> frozenset[str] | None:
+        """Return the types of all alternatives together; None if one of them does not say."""
+        together: frozenset[str] = frozenset()
+        for way in ways:
+            kinds = self.of(way, definitions, depth)
+            if kinds is None:
+                return None
+            together |= kinds
+        return together or None
+
+
+def _named_kinds(kinds: object, *, nullable: bool) -> frozenset[str] | None:
+    listed = [kinds] if isinstance(kinds, str) else kinds if isinstance(kinds, list) else []
+    if len(listed) > MAX_SCHEMAS:
+        return None
+    names = frozenset([_NAMES_OF_PYTHON.get(name, name) for name in listed if isinstance(name, str)])
+    if not names or not names <= _KNOWN:
+        return None
+    return names | {"null"} if nullable else names
 
 
 def _kind(value: Any) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from rekindle._src.text.replies.call import (
 )
 from rekindle._src.text.replies.call_grammar import literal, mark
 
+_PLACES = re.compile(r'"\{name\}"|\{name\}|\{index\}')
 ReadOne = Callable[[Calls, bool], Reading[None]]  # reads what follows the mark of a call; True: of a tool's only
 
 
@@ -91,7 +93,7 @@ class CallText:
         spelled = partial(_spelled, markers, token)
 
         def call(name: str) -> tuple[str, ...]:
-            return (spelled(_named(self.before, name).replace("{index}", "0")), self.arguments, spelled(self.after))
+            return (spelled(_named(self.before, name, 0)), self.arguments, spelled(self.after))
 
         def tag(key: str, is_text: bool) -> TagForm:
             before, after = self.text_value if is_text and self.text_value is not None else self.value
@@ -112,7 +114,7 @@ class CallText:
     def write(self, calls: Sequence[NamedArguments]) -> str:
         """Return calls of an earlier reply, as the model wrote them."""
         texts = [
-            f"{_named(self.before, name).replace('{index}', str(index))}{self._written(arguments)}{self.after}"
+            f"{_named(self.before, name, index)}{self._written(arguments)}{self.after}"
             for index, (name, arguments) in enumerate(calls)
         ]
         return f"{self.begins}{self.between.join(texts)}{self.ends}"
@@ -131,8 +133,10 @@ class CallText:
         return self.between_values.join(values)
 
 
-def _named(text: str, name: str) -> str:
-    return text.replace('"{name}"', json.dumps(name)).replace("{name}", name)
+def _named(text: str, name: str, index: int) -> str:
+    """Return the text with a call's name and number in their places. A name may read as one of these itself."""
+    values = {'"{name}"': json.dumps(name), "{name}": name, "{index}": str(index)}
+    return _PLACES.sub(lambda place: values[place[0]], text)
 
 
 def _spelled(markers: Sequence[str], token: Token, text: str) -> str:

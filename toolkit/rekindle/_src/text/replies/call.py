@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rekindle.errors import InvalidRequest
@@ -210,13 +210,28 @@ def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         shared = {key: parameters[key] for key in _DEFINITIONS if key in parameters} if properties else {}
         if isinstance(properties, Mapping) and shared:
-            properties = {
-                key: {**schema, **shared} if isinstance(schema, Mapping) else schema
-                for key, schema in properties.items()
-            }
+            properties = _Parameters(properties, shared)
         if isinstance(function.get("name"), str):
             tools_by_name[function["name"]] = properties if isinstance(properties, Mapping) else {}
     return tools_by_name
+
+
+class _Parameters(Mapping[str, Any]):
+    """Parameters with the definitions that their schemas share. Each sequence of a request has a table of them, so one
+    is put together where it is read."""
+
+    def __init__(self, schemas: Mapping[str, Any], shared: Mapping[str, Any]) -> None:
+        self._schemas, self._shared = schemas, shared
+
+    def __getitem__(self, name: str) -> Any:
+        schema = self._schemas[name]
+        return {**schema, **self._shared} if isinstance(schema, Mapping) else schema
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._schemas)
+
+    def __len__(self) -> int:
+        return len(self._schemas)
 
 
 def json_call(text: str, *, complete: bool = False) -> ReplyCall:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rekindle._src.core.sampling import check_size
 from rekindle._src.text.replies.arguments import kinds_of
 from rekindle._src.text.replies.call import KEYWORDS, OBJECT, TAGGED, CallForm, CallSyntax, Token
 
@@ -17,20 +18,35 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
     """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
     form = syntax.form(token)
-    rules = []
+    rules = _Rules()
     for index, tool in enumerate(tools):
         function = tool.get("function", tool)
         call = form.call(function["name"])
         schema = _closed(function.get("parameters") or function.get("input_schema") or {})
         names = {OBJECT: f"args_{index}", KEYWORDS: f"values_{index}", TAGGED: f"values_{index}"}
-        rules.append(f"call_{index}: " + " ".join(names.get(part, part) for part in call))
+        rules.add(f"call_{index}: " + " ".join(names.get(part, part) for part in call))
         if OBJECT in call:
-            rules.append(f"args_{index}: {_json(schema)}")
+            rules.add(f"args_{index}: {_json(schema)}")
         else:
-            rules += _values(index, schema, form, tagged=TAGGED in call)
-    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+            _add_values(rules, index, schema, form, tagged=TAGGED in call)
+    rules.add("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
     more = f"({form.between} call)*" if several and syntax.several else ""
-    return "\n".join([f"start: {form.begins} call {more} {form.ends}".rstrip(), *rules])
+    return "\n".join([f"start: {form.begins} call {more} {form.ends}".rstrip(), *rules.texts])
+
+
+class _Rules:
+    """The rules of a grammar. Definitions that values share stand in the rule of each, so their sizes are counted as
+    they come: a schema of a megabyte can make a grammar of gigabytes."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._characters = 0
+
+    def add(self, *texts: str) -> None:
+        """Add rules. Raise `InvalidRequest` once all of them are longer than a grammar may be."""
+        self.texts += texts
+        self._characters += sum(map(len, texts))
+        check_size("tools", self._characters)
 
 
 def literal(text: str) -> str:
@@ -54,34 +70,34 @@ def object_call(key: str, name: str) -> tuple[str, ...]:
     return (literal(f'{{"name": {json.dumps(name)}, "{key}": '), OBJECT, literal("}"))
 
 
-def _values(index: int, schema: Schema, form: CallForm, *, tagged: bool) -> list[str]:
-    """Return rules for `a=1, b="x"`, or for values in tags: the required ones in their order, then any others."""
+def _add_values(rules: _Rules, index: int, schema: Schema, form: CallForm, *, tagged: bool) -> None:
+    """Add rules for `a=1, b="x"`, or for values in tags: the required ones in their order, then any others."""
     properties: Schema = schema.get("properties") or {}
     needed = {name for name in schema.get("required", ()) if isinstance(name, str)}
     required = [name for name in properties if name in needed]
     optional = [name for name in properties if name not in needed]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    rules = []
     for place, name in enumerate([*required, *optional]):
         inner = properties[name]
         value = {**(inner if isinstance(inner, Mapping) else {}), **shared}
         if tagged:
-            rules += _tagged(f"{index}_{place}", name, value, form)
+            rules.add(*_tagged(f"{index}_{place}", name, value, form))
         else:
-            rules.append(f"value_{index}_{place}: {_json(value)}")
-            rules.append(f"item_{index}_{place}: {literal(name + '=')} value_{index}_{place}")
+            rules.add(f"value_{index}_{place}: {_json(value)}")
+            rules.add(f"item_{index}_{place}: {literal(name + '=')} value_{index}_{place}")
     comma = form.between_tags if tagged else literal(", ")
     parts = [f"item_{index}_{place}" for place in range(len(required))]
     places = range(len(required), len(required) + len(optional))
     if required:
         parts = [f" {comma} ".join(parts), *(f"({comma} item_{index}_{place})?" for place in places)]
-        return [*rules, f"values_{index}: " + " ".join(parts)]
+        rules.add(f"values_{index}: " + " ".join(parts))
+        return
     # Each of them may be the first. Those after it are one chain of rules: written out, they grow with the square.
-    rules += [f"more_{index}_{at}: ({comma} item_{index}_{at})? more_{index}_{at + 1}" for at in places[1:]]
+    rules.add(*(f"more_{index}_{at}: ({comma} item_{index}_{at})? more_{index}_{at + 1}" for at in places[1:]))
     if optional:
-        rules.append(f'more_{index}_{len(optional)}: ""')
+        rules.add(f'more_{index}_{len(optional)}: ""')
     choices = [f"item_{index}_{first} more_{index}_{first + 1}" for first in places]
-    return [*rules, f"values_{index}: " + " | ".join([*choices, '""'])]
+    rules.add(f"values_{index}: " + " | ".join([*choices, '""']))
 
 
 def _tagged(place: str, name: str, schema: Schema, form: CallForm) -> list[str]:
