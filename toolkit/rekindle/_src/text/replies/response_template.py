@@ -21,6 +21,7 @@ from rekindle._src.text.replies.tag_reader import whole
 
 MAX_FIELDS, MAX_LITERALS = 32, 64
 MAX_LITERAL = 1_024  # characters of a text
+MAX_DELIMITERS = 4  # pairs around texts, all of which are looked for at each value
 _MAX_NODES = 256  # of a transform
 _STEPS = 400  # of a pattern of tags, for each character of a region
 TAG_STEPS = 1 << 20  # and for a whole one
@@ -256,6 +257,10 @@ def _json_parser(arguments: Mapping[str, Any], scope: str) -> Parse:
     )
     if len(pairs) != len(delimiters) or not all(isinstance(text, str) and text for pair in pairs for text in pair):
         raise TemplateError(f"{scope}.string_delims: it has to be a list of pairs of texts")
+    if len(pairs) > MAX_DELIMITERS or any(len(text) > MAX_LITERAL for pair in pairs for text in pair):
+        raise TemplateError(
+            f"{scope}.string_delims: at most {MAX_DELIMITERS} pairs are read, of texts of {MAX_LITERAL:,} characters"
+        )
     quotes = tuple((pair[0], pair[1]) for pair in pairs)
     loose, any_text = bool(arguments.get("unquoted_keys") or quotes), bool(arguments.get("allow_non_json"))
 
@@ -291,10 +296,13 @@ def _of_lines(text: str, line: str, pair: str, value: Parse, *, strip: bool) -> 
 
 
 def _put(values: dict[str, Any], key: str, value: Any, *, merge: bool) -> None:
-    if merge and key in values:
-        before = values[key]
-        value = [*before, value] if isinstance(before, list) else [before, value]
-    values[key] = value
+    before = values.get(key) if merge else None
+    if isinstance(before, list):
+        before.append(value)
+    elif merge and key in values:
+        values[key] = [before, value]
+    else:
+        values[key] = value
 
 
 def _check_transform(transform: Any, scope: str, known: set[str] | None) -> None:
