@@ -104,12 +104,13 @@ class ReasoningRules:
     def answer_in(self, token_ids: Sequence[int], texts: TokenTexts) -> tuple[int, str]:
         """Return the place of the answer's first token, and text of the answer in the token before it."""
         at, inside, rest = 0, self.inside, ""
+        longest = max(map(len, self.closings))
         while inside or (place := _skip_mark(token_ids, at, texts.tokens_of(self.opening))) > at:
             text, at = "", at if inside else place
             while not (ends := [text.partition(one)[2] for one in self.closings if one in text]):
                 if at == len(token_ids):
                     return at, ""
-                text, at = text + texts.text_of(token_ids[at]), at + 1
+                text, at = text[-longest:] + texts.text_of(token_ids[at]), at + 1
             rest, inside = max(ends, key=len).strip(), False
             at = _skip_mark(token_ids, at, texts.tokens_of(self.bridge))
             if not self.again:
