@@ -65,8 +65,8 @@ def test_what_a_template_leaves_out_stays_out() -> None:
 class Chat:
     """A template with the tokens of its prompts."""
 
-    def __init__(self) -> None:
-        self.writer = Writer(KEEPING)
+    def __init__(self, *special: str) -> None:
+        self.writer = Writer(KEEPING, special=[*special])
         self.plan = ReplyPlan(ReplyFormat.of_template(ChatTemplate(KEEPING).code()))
         self.replies = WrittenReplies()
 
@@ -84,6 +84,22 @@ class Chat:
 
     def restored(self, *said: str) -> str:
         return self.decode(self.replies.restored(self.ids(*said), self.writer.tokenizer.eos_ids, self.decode))
+
+
+def test_no_caller_chooses_the_spelling_of_another_s_prompt() -> None:
+    """Options can make a model write a text letter by letter. A stranger that guesses a chat must not change its
+    tokens."""
+    chat = Chat("Hello")
+    own = list(chat.writer.encode("Hello there!"))
+    odd = [token for letter in "Hello there!" for token in chat.writer.encode(letter)]
+    assert len(odd) == len(own) + 4
+    plan, ends = chat.plan, chat.writer.tokenizer.eos_ids
+    reply = plan.format.parse("Hello there!")
+    chat.replies.add(chat.ids("Hi"), odd, reply, plan, chat.decode, None, "stranger")
+    prompt = chat.ids("Hi", "Hello there!", "Go on.")
+    for salt, caller in ((None, "victim"), (None, ""), ("salt", "stranger")):
+        assert np.array_equal(chat.replies.restored(prompt, ends, chat.decode, salt, caller), prompt)
+    assert len(chat.replies.restored(prompt, ends, chat.decode, None, "stranger")) == len(prompt) + 4
 
 
 def test_an_edited_reply_is_the_caller_s() -> None:

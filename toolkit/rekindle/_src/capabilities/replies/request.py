@@ -45,24 +45,27 @@ class ReplyIntake(Capability[None]):
     def expand(self, submission: Submission, token_ids: IntArray, front: Front) -> IntArray:
         if self._written is None or ChatReply not in submission.extensions:
             return token_ids
-        return self._written.restored(
-            token_ids, front.tokenizer.eos_ids, partial(_decoded, front), submission.sampling.salt
-        )
+        salt, caller = submission.sampling.salt, submission.caller
+        return self._written.restored(token_ids, front.tokenizer.eos_ids, partial(_decoded, front), salt, caller)
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part[None] | None:
         reply = submission.extensions.get(ChatReply)
         if reply is None:
             return None
         scanner = reply.plan.scanner(submission.text or "", request.token_ids.tobytes(), request.sampling.seed)
-        keep, count = partial(self._keep, request, reply.plan, front), partial(_tokens_in, front)
+        keep = partial(self._keep, request, submission.caller, reply.plan, front)
+        count = partial(_tokens_in, front)
         return ReplyOutput(scanner, reply.plan.visible, keep, count)
 
-    def _keep(self, request: Request, plan: ReplyPlan, front: Front, reply: Reply, token_ids: Sequence[int]) -> None:
+    def _keep(
+        self, request: Request, caller: str, plan: ReplyPlan, front: Front, reply: Reply, token_ids: Sequence[int]
+    ) -> None:
         if self._written is None:
             from rekindle._src.text.replies.history import WrittenReplies  # chats alone need it
 
             self._written = WrittenReplies()
-        self._written.add(request.token_ids, token_ids, reply, plan, partial(_decoded, front), request.sampling.salt)
+        decode, salt = partial(_decoded, front), request.sampling.salt
+        self._written.add(request.token_ids, token_ids, reply, plan, decode, salt, caller)
 
 
 def _decoded(front: Front, token_ids: Sequence[int]) -> str:

@@ -3,8 +3,11 @@
 A template writes an earlier reply in its own way: other whitespace around reasoning and calls, arguments in another
 spelling. The next prompt would differ from the cached pages there. So a session keeps the tokens of its latest replies
 by their prompts. They replace the template's wherever both read as the same reply. What a template leaves out or
-changes, such as the reasoning of earlier turns, stays as the template has it. Requests with a salt find the replies to
-requests with that salt alone, so that the number of a prompt's tokens tells nobody else that a chat took place.
+changes, such as the reasoning of earlier turns, stays as the template has it.
+
+A text has many spellings, and options can make a model write any of them. So a caller's requests find the replies to
+that caller's requests alone, and with a salt those with that salt: no caller chooses the tokens of another's prompt,
+and the number of a prompt's tokens tells nobody else that a chat took place.
 """
 
 from __future__ import annotations
@@ -73,11 +76,12 @@ class WrittenReplies:
         plan: ReplyPlan,
         decode: Decode,
         salt: str | None = None,
+        caller: str = "",
     ) -> None:
         """Keep a reply that the model has ended itself. The least recently used ones go."""
         if len(token_ids) > LONGEST:
             return
-        digest = _salted(salt)
+        digest = _digest_for(salt, caller)
         digest.update(prompt_ids.tobytes())
         key = digest.digest()
         plan = dataclasses.replace(plan, pieces=False)
@@ -88,13 +92,20 @@ class WrittenReplies:
         while len(self) > MAX_KEPT or self._tokens > MAX_TOKENS:
             self._drop(next(iter(self._replies)))
 
-    def restored(self, token_ids: IntArray, ends: Collection[int], decode: Decode, salt: str | None = None) -> IntArray:
+    def restored(
+        self,
+        token_ids: IntArray,
+        ends: Collection[int],
+        decode: Decode,
+        salt: str | None = None,
+        caller: str = "",
+    ) -> IntArray:
         """Return the prompt with earlier replies as they were written. A reply's text reaches to one of `ends`."""
         if not self._lengths or len(token_ids) <= min(self._lengths):
             return token_ids
         places = np.flatnonzero(np.isin(token_ids, list(ends)))
         parts: list[IntArray] = []
-        digest = _salted(salt)
+        digest = _digest_for(salt, caller)
         at = length = 0  # in `token_ids`, and in the result
         for prompt_length in sorted(self._lengths):
             if prompt_length < length:
@@ -140,12 +151,10 @@ class WrittenReplies:
         return replies
 
 
-def _salted(salt: str | None) -> hashlib.blake2b:
-    """Return the digest of no tokens yet, for requests with this salt."""
-    if salt is None:
-        return hashlib.blake2b(digest_size=32)
-    hashed = hashlib.blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32)
-    return hashlib.blake2b(digest_size=32, key=hashed.digest())
+def _digest_for(salt: str | None, caller: str) -> hashlib.blake2b:
+    """Return the digest of no tokens yet, for requests of this caller with this salt."""
+    owner = hashlib.blake2b(repr((salt, caller)).encode("utf-8", "surrogatepass"), digest_size=32)
+    return hashlib.blake2b(digest_size=32, key=owner.digest())
 
 
 def _said(reply: Reply) -> tuple[object, ...]:
