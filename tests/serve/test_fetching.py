@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import random
 import shutil
@@ -431,6 +432,33 @@ async def test_a_caller_has_a_bounded_number_of_requests_and_others_go_on() -> N
             assert site.connections == 2
             group.cancel_scope.cancel()
         assert await fetcher.fetch([fetcher.parse(site.url("/ok"))], most=100, caller="other") == [b"picture"]
+
+
+async def test_one_caller_s_lookups_that_hang_leave_places_for_others() -> None:
+    """A name whose resolver answers after a minute is looked up for as long, however soon its request has left."""
+    release = threading.Event()
+
+    def resolve(name: str) -> list[str]:
+        if name == "slow.test":
+            release.wait(60)
+        return []
+
+    fetcher = Fetcher(FetchRules(resolve, lookups=3, lookups_of_one=2, seconds=0.05))
+    try:
+        for _ in range(2):
+            with pytest.raises(FetchProblem) as late:
+                await fetcher.fetch([fetcher.parse("http://slow.test/")], most=100, caller="one")
+            assert "did not come" in late.value.problem
+        with pytest.raises(ApiError) as caught:
+            await fetcher.fetch([fetcher.parse("http://slow.test/")], most=100, caller="one")
+        assert caught.value.status == 503
+        fetcher.rules = dataclasses.replace(fetcher.rules, seconds=60)
+        for _ in range(4):  # each gives its place back
+            with pytest.raises(FetchProblem) as unknown:
+                await fetcher.fetch([fetcher.parse("http://fast.test/")], most=100, caller="other")
+            assert "no public host" in unknown.value.problem
+    finally:
+        release.set()
 
 
 async def test_names_that_are_resolved_for_long_are_bounded() -> None:

@@ -58,8 +58,33 @@ class FetchRules:
     seconds: float = 10.0  # for all URLs of a request, from its turn on
     places: int = 8  # requests that fetch at a time
     present: int = 16  # requests of one caller that fetch or wait for a place
-    lookups: int = 32  # names that are resolved at a time, those included that nobody waits for any more
+    lookups: int = 32  # names that are resolved at a time, those included that no request waits for any more
+    lookups_of_one: int = 16  # of them, those of one caller
     context: ssl.SSLContext | None = None  # None: the system's authorities are trusted
+
+
+class _Lookups:
+    """Counts the names that are being resolved, by caller. A lookup can't be cut short: with a resolver that hangs,
+    it goes on long after its request has left."""
+
+    def __init__(self, rules: FetchRules) -> None:
+        self._most, self._most_of_one = rules.lookups, rules.lookups_of_one
+        self._of_callers = Counter[str]()
+        self._lock = threading.Lock()  # lookups end in threads
+
+    def begin(self, caller: str) -> None:
+        """Count a lookup. Raise `ApiError` (503) if there are too many, of all callers or of this one."""
+        with self._lock:
+            if self._of_callers.total() >= self._most or self._of_callers[caller] >= self._most_of_one:
+                raise unavailable("too many names of hosts are being resolved")
+            self._of_callers[caller] += 1
+
+    def end(self, caller: str) -> None:
+        """Count a lookup no more."""
+        with self._lock:
+            self._of_callers[caller] -= 1
+            if not self._of_callers[caller]:
+                del self._of_callers[caller]
 
 
 class Fetcher:
@@ -69,7 +94,7 @@ class Fetcher:
         self.rules: FetchRules = rules or FetchRules()
         self._turns = Turns(self.rules.places)
         self._present = Counter[str]()  # requests of each caller
-        self._lookups = threading.BoundedSemaphore(self.rules.lookups)  # a lookup can't be cut short
+        self._lookups = _Lookups(self.rules)
         self._context = self.rules.context or ssl.create_default_context()
 
     def parse(self, text: str) -> WebUrl:
@@ -97,7 +122,7 @@ class Fetcher:
             async with self._turns.turn(caller):
                 with anyio.fail_after(rules.seconds):
                     for url in urls:
-                        bodies.append(await self._followed(url, most, hold, sum(map(len, bodies))))
+                        bodies.append(await self._followed(url, most, hold, sum(map(len, bodies)), caller))
         except TimeoutError:
             raise FetchProblem(f"did not come within {rules.seconds:g} s", _CHECK, index=len(bodies)) from None
         except FetchProblem as refused:
@@ -109,9 +134,9 @@ class Fetcher:
                 del self._present[caller]
         return bodies
 
-    async def _followed(self, url: WebUrl, most: int, hold: Callable[[int], object], before: int) -> bytes:
+    async def _followed(self, url: WebUrl, most: int, hold: Callable[[int], object], before: int, caller: str) -> bytes:
         for _ in range(self.rules.redirects + 1):
-            async with self._connection(url) as stream:
+            async with self._connection(url, caller) as stream:
                 try:
                     body = await _get(stream, url, most - before, lambda size: hold(before + size))
                 except (anyio.BrokenResourceError, anyio.ClosedResourceError, h11.ProtocolError, OSError):
@@ -136,9 +161,9 @@ class Fetcher:
         return target
 
     @asynccontextmanager
-    async def _connection(self, url: WebUrl) -> AsyncIterator[anyio.abc.ByteStream]:
+    async def _connection(self, url: WebUrl, caller: str) -> AsyncIterator[anyio.abc.ByteStream]:
         """Connect to one of the checked addresses of a URL's host."""
-        stream = await self._connected(await self._addresses(url), url.port)
+        stream = await self._connected(await self._addresses(url, caller), url.port)
         try:
             if url.scheme == "http":
                 yield stream
@@ -147,29 +172,25 @@ class Fetcher:
         finally:
             await anyio.aclose_forcefully(stream)
 
-    async def _addresses(self, url: WebUrl) -> list[Address]:
+    async def _addresses(self, url: WebUrl, caller: str) -> list[Address]:
         """Return the addresses of a URL's host; all are allowed. Raises `FetchProblem`."""
         literal = url.address
-        addresses = [literal] if literal is not None else await self._resolved(url.host)
+        addresses = [literal] if literal is not None else await self._resolved(url.host, caller)
         if not addresses or not all(map(self.rules.allows, addresses)):
             raise _refused()
         return addresses
 
-    async def _resolved(self, name: str) -> list[Address]:
-        def look() -> list[Address] | None:
-            if not self._lookups.acquire(blocking=False):
-                return None
+    async def _resolved(self, name: str, caller: str) -> list[Address]:
+        def look() -> list[Address]:
+            self._lookups.begin(caller)  # here: a thread that is not begun ends none
             try:
                 return [ipaddress.ip_address(one) for one in self.rules.resolve(name)]
             except (OSError, ValueError):
                 return []
             finally:
-                self._lookups.release()
+                self._lookups.end(caller)
 
-        addresses = await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
-        if addresses is None:
-            raise unavailable("too many names of hosts are being resolved")
-        return addresses
+        return await anyio.to_thread.run_sync(look, abandon_on_cancel=True)
 
     async def _connected(self, addresses: Sequence[Address], port: int) -> anyio.abc.SocketStream:
         for address in addresses[:_TRIES]:
