@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -269,6 +270,22 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
     with pytest.raises(ProcessLost):
         puller.prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     assert ask(two, 0) == 0
+    two.check_integrity()
+
+
+def test_messages_without_pages_do_not_keep_a_session_waiting(both: Any) -> None:
+    """Each is as good as silence, and there may be any number of them."""
+    _, two, _ = both
+
+    def answers(channel: BulkChannel, identity: Any) -> None:
+        with contextlib.suppress(ProcessLost):
+            for _ in range(200):
+                channel.send(MessageKind.PAGES, b"")
+            channel.send(MessageKind.SENT)
+
+    liar = Liar(two, answers)
+    with pytest.raises(ProcessLost, match="without pages"):
+        Puller(two._host, two._cache_writer).prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     two.check_integrity()
 
 

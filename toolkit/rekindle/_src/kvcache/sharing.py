@@ -164,8 +164,8 @@ class PageSource:
             if kind is not MessageKind.PAGES or len(content) % 4:
                 raise ProcessLost(f"a {kind.name} message came in place of pages")
             indexes = np.frombuffer(content, "<i4")
-            if not len(indexes):
-                continue
+            if not len(indexes):  # without end they would keep this thread
+                raise ProcessLost("a message without pages came in place of pages")
             if indexes.min() < 0 or indexes.max() >= len(missing) or len(np.unique(indexes)) < len(indexes):
                 raise ProcessLost("pages came that were not asked for")
             if not missing[indexes].all():
