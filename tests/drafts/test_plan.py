@@ -71,7 +71,7 @@ def test_an_own_head_keeps_pages_and_reads_what_it_says() -> None:
     assert plan.programs.reads == () and plan.mark == ""
     assert [one.name for one in plan.drafters(LIMITS)] == ["forced", "lookup", "mtp"]
     (feature,) = plan.programs.features()
-    assert feature.operand_shapes == leaves_of_head(graph, shapes)
+    assert feature.part.operand_shapes == leaves_of_head(graph, shapes)
 
 
 def test_every_checkpoint_that_drafts_has_a_drafter() -> None:
