@@ -31,12 +31,12 @@ def sequence_of(loop: Loop, request: Request) -> Sequence:
 
 
 def _miscounted(loop: Loop, sequence: Sequence) -> None:
-    loop.pool._refs[sequence.pages[-1]] -= 1
+    loop.pool._refs[sequence.pages.ids[-1]] -= 1
 
 
 def _freed(loop: Loop, sequence: Sequence) -> None:
-    loop.pool._refs[sequence.pages[-1]] -= 1
-    loop.pool._free.insert(0, int(sequence.pages[-1]))  # handed out last
+    loop.pool._refs[sequence.pages.ids[-1]] -= 1
+    loop.pool._free.insert(0, int(sequence.pages.ids[-1]))  # handed out last
 
 
 def _not_running(loop: Loop, sequence: Sequence) -> None:
@@ -79,16 +79,16 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_used_again(
     for _ in range(4):
         loop.step()
     sequence = sequence_of(loop, bad)
-    pages = {*sequence.pages.tolist()}
+    pages = {*sequence.pages.ids.tolist()}
     assert pages and loop.output(bad)
     breaks(loop, sequence)
     with caplog.at_level(logging.ERROR, "rekindle.session"):
         if end == "abort":
             loop.engine.abort(bad.id)
         while loop.step():
-            assert not pages & {page for other in loop.scheduler._alive.values() for page in other.pages.tolist()} or (
-                bad.id in loop.scheduler._alive
-            )
+            assert not pages & {
+                page for other in loop.scheduler._alive.values() for page in other.pages.ids.tolist()
+            } or (bad.id in loop.scheduler._alive)
     assert not loop.scheduler.has_work
     last = loop.events[bad.id][-1]
     assert last.finish_reason in (FinishReason.FAILED, FinishReason.ABORTED if end == "abort" else None)
@@ -106,7 +106,7 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_used_again(
     for request in later:
         loop.submit(request)
     while loop.step():
-        assert not pages & {page for other in loop.scheduler._alive.values() for page in other.pages.tolist()}
+        assert not pages & {page for other in loop.scheduler._alive.values() for page in other.pages.ids.tolist()}
     exact(loop, *later)
 
 
@@ -126,8 +126,8 @@ def test_whoever_shares_a_miscounted_page_fails_as_well_and_nobody_else() -> Non
         loop.submit(request)
     for _ in range(4):
         loop.step()
-    page = int(sequence_of(loop, sharing[0]).pages[0])
-    assert page == sequence_of(loop, sharing[1]).pages[0]
+    page = int(sequence_of(loop, sharing[0]).pages.ids[0])
+    assert page == sequence_of(loop, sharing[1]).pages.ids[0]
     loop.pool._refs[page] = 1  # as if none but the tree had it
     loop.engine.abort(sharing[0].id)
     while loop.step():
@@ -145,7 +145,7 @@ def test_a_request_that_waits_for_the_prefix_of_a_broken_one_computes_it() -> No
     loop.submit(waiting)
     for _ in range(2):
         loop.step()
-    assert sequence_of(loop, waiting).waits_for is sequence_of(loop, bad)
+    assert sequence_of(loop, waiting).queue.waits_for is sequence_of(loop, bad)
     _miscounted(loop, sequence_of(loop, bad))
     loop.engine.abort(bad.id)
     while loop.step():

@@ -215,7 +215,7 @@ class Oracle(Drafter):
         return [self._of(row) for row in rows]
 
     def _of(self, row: DraftableRow) -> Proposal | None:
-        first = row.sequence.generated + row.skip
+        first = row.sequence.tokens.generated + row.skip
         text = PARROT.generate(row.sequence.request)[first : first + row.most]
         return Proposal([token ^ self._wrong for token in text], [0.9] * len(text)) if text else None
 

@@ -81,7 +81,7 @@ async def test_a_request_whose_pages_are_miscounted_ends_alone(end: str, caplog:
 
     def miscount() -> None:
         (sequence,) = (one for one in scheduler._running_set.running if one.id == broken.request_ids[0])
-        scheduler.pool._refs[sequence.pages[0]] -= 1
+        scheduler.pool._refs[sequence.pages.ids[0]] -= 1
 
     session._host.ask(miscount)
     if end == "cancelled":

@@ -339,7 +339,7 @@ class EntryDrafter(HiddenDrafter):
         self._entered: dict[Sequence, _EntryCount] = {}
 
     def can_draft(self, sequence: Sequence) -> bool:
-        return sequence.has_hidden and self.entered(sequence) >= sequence.known - 1
+        return sequence.has_hidden and self.entered(sequence) >= sequence.tokens.known - 1
 
     def room(self, sequence: Sequence) -> int:
         """Return the same: a block is drafted whole or not at all."""
@@ -349,7 +349,7 @@ class EntryDrafter(HiddenDrafter):
     def entered(self, sequence: Sequence) -> int:
         """Return of how many leading tokens it has entries, or does without."""
         known = self._entered.get(sequence)
-        return sequence.cached if known is None or known.epoch != sequence.epoch else known.tokens
+        return sequence.epoch.cached if known is None or known.epoch != sequence.epoch.number else known.tokens
 
     def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> dict[int, EntryLag] | None:
         """Plan entries for a step with prompts or drafts, or with a row that lacks `MOST_MISSING` entries."""
@@ -359,18 +359,20 @@ class EntryDrafter(HiddenDrafter):
                 enters = True
                 continue
             end, missing = row.start + row.length, row.start - self.entered(sequence)
-            follows = end < sequence.known and not row.samples
-            lags[row.slot] = EntryLag(missing, int(sequence.tokens(end, end + 1)[0]) if follows else -1)
+            follows = end < sequence.tokens.known and not row.samples
+            lags[row.slot] = EntryLag(missing, int(sequence.tokens.values(end, end + 1)[0]) if follows else -1)
             enters = enters or missing >= MOST_MISSING
         if not enters:
             return None
         for sequence, row in zip(sequences, rows, strict=True):
-            self._entered[sequence] = _EntryCount(sequence.epoch, row.start + row.length)
+            self._entered[sequence] = _EntryCount(sequence.epoch.number, row.start + row.length)
         return lags
 
     def checked(self, sequence: Sequence) -> None:
         if sequence in self._entered:  # one that has ended with this step is forgotten
-            self._entered[sequence] = _EntryCount(sequence.epoch, min(self.entered(sequence), sequence.planned))
+            self._entered[sequence] = _EntryCount(
+                sequence.epoch.number, min(self.entered(sequence), sequence.epoch.planned)
+            )
 
     def end(self, sequence: Sequence) -> None:
         super().end(sequence)

@@ -42,12 +42,12 @@ class HiddenDrafter(WeightsDrafter):
 
     def room(self, sequence: Sequence) -> int:
         """Return how many tokens it can draft after a request's known ones."""
-        return self.positions - sequence.known
+        return self.positions - sequence.tokens.known
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         proposals: list[Proposal | None] = []
         for sequence, skip, most in rows:
-            drafts = sequence.drafting[self.name]
+            drafts = sequence.drafting.by_name[self.name]
             assert isinstance(drafts, HiddenDrafts), f"{sequence.id} has drafts of another kind"
             count = 0 if skip or not drafts.awake else min(most, DRAFTS, self.room(sequence))
             if count > 0 and self.can_draft(sequence):
@@ -59,12 +59,12 @@ class HiddenDrafter(WeightsDrafter):
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
         tasks = list[DraftTask]()
         for sequence, (row, chain) in self.chains(sequences, rows).items():
-            drafts = sequence.drafting.get(self.name)
+            drafts = sequence.drafting.by_name.get(self.name)
             if not isinstance(drafts, HiddenDrafts):
                 continue
             self.note_request(drafts, has_drafts=bool(chain))
             drafts.near = self.wakes if self.room(sequence) > 0 else FAR
             if chain:
-                last = sequence.known - 1
-                tasks.append(DraftTask(row, last, sequence.tokens(last, last + 1), tuple(chain)))
+                last = sequence.tokens.known - 1
+                tasks.append(DraftTask(row, last, sequence.tokens.values(last, last + 1), tuple(chain)))
         return tuple(tasks)

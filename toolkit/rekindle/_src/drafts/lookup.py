@@ -65,7 +65,7 @@ class LookupDrafter(RepeatDrafter):
     name = "lookup"
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
-        return PromptLookup(self.chances, sequence.text())
+        return PromptLookup(self.chances, sequence.tokens.text())
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,15 +143,15 @@ class ModelDrafter(WeightsDrafter):
         self.contents: dict[int, PageContent] = {}
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
-        text = sequence.text()
+        text = sequence.tokens.text()
         return ModelDrafts(self) if not len(text) or text.min() >= 0 else None  # pictures are no text
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         room, proposals = _FILLED, list[Proposal | None]()
         for sequence, skip, most in rows:
             drafts = self._of(sequence)
-            count = min(most, DRAFTS, self.positions - sequence.known)
-            missing = sequence.known - self._computed(sequence, drafts) - _WITH_DRAFTS
+            count = min(most, DRAFTS, self.positions - sequence.tokens.known)
+            missing = sequence.tokens.known - self._computed(sequence, drafts) - _WITH_DRAFTS
             if skip or count <= 0 or missing > room or not drafts.awake:
                 proposals.append(None)
                 continue
@@ -162,10 +162,10 @@ class ModelDrafter(WeightsDrafter):
     def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
         tasks, room = list[DraftTask](), _FILLED
         for sequence, (row, chain) in self.chains(sequences, rows).items():
-            drafts = sequence.drafting.get(self.name)
+            drafts = sequence.drafting.by_name.get(self.name)
             if not isinstance(drafts, ModelDrafts):
                 continue
-            known, computed = sequence.known, self._computed(sequence, drafts)
+            known, computed = sequence.tokens.known, self._computed(sequence, drafts)
             missing = known - computed
             self.note_request(drafts, has_drafts=bool(chain))
             if chain:
@@ -178,7 +178,7 @@ class ModelDrafter(WeightsDrafter):
             room -= max(0, end - computed - (_WITH_DRAFTS if chain else 0))
             drafts.near = self.wakes if known - end <= _WITH_DRAFTS else FAR
             if end > computed:
-                tokens = sequence.tokens(computed, end)
+                tokens = sequence.tokens.values(computed, end)
                 tasks.append(DraftTask(row, computed, tokens, tuple(chain)))
                 self._note(sequence, drafts, computed, end)
                 drafts.rows, drafts.since = tuple(chain), end
@@ -188,31 +188,32 @@ class ModelDrafter(WeightsDrafter):
         self.contents = {}
 
     def _of(self, sequence: Sequence) -> ModelDrafts:
-        drafts = sequence.drafting[self.name]
+        drafts = sequence.drafting.by_name[self.name]
         assert isinstance(drafts, ModelDrafts), f"{sequence.id} has drafts of another kind"
         return drafts
 
     def _computed(self, sequence: Sequence, drafts: ModelDrafts) -> int:
         """Return how many tokens of a request's text the small model has in its pages."""
-        size, contents, ids = self._size, self.contents, sequence.pages
-        if drafts.contents is not contents or drafts.epoch != sequence.epoch:
-            drafts.contents, drafts.epoch = contents, sequence.epoch
+        size, contents, ids = self._size, self.contents, sequence.pages.ids
+        if drafts.contents is not contents or drafts.epoch != sequence.epoch.number:
+            drafts.contents, drafts.epoch = contents, sequence.epoch.number
             drafts.pages, drafts.rows = drafts.pages[:0], ()
         if drafts.rows:
             # All but the last draft were inputs. Of these it has those that are the text.
             inputs = [int(row.token_ids[0]) for row in drafts.rows[:-1] if row.token_ids is not None]
             since, drafts.rows = drafts.since, ()
             right = _common(
-                np.array(inputs, np.int32), sequence.tokens(since, min(sequence.known, since + len(inputs)))
+                np.array(inputs, np.int32),
+                sequence.tokens.values(since, min(sequence.tokens.known, since + len(inputs))),
             )
             self._note(sequence, drafts, since, since + right)
         full = len(drafts.pages)
         full = _common(drafts.pages, ids[:full])
-        while full * size < sequence.known:
+        while full * size < sequence.tokens.known:
             content = contents.get(int(ids[full])) if full < len(ids) else None
             if content is None or content.before != self._key(sequence, drafts, full):
                 break
-            text = sequence.tokens(full * size, min(sequence.known, (full + 1) * size))
+            text = sequence.tokens.values(full * size, min(sequence.tokens.known, (full + 1) * size))
             count = _common(content.tokens, text)
             if count < size:
                 drafts.pages = ids[:full].copy()
@@ -224,9 +225,9 @@ class ModelDrafter(WeightsDrafter):
 
     def _note(self, sequence: Sequence, drafts: ModelDrafts, start: int, end: int) -> None:
         """Note that the small model computes the tokens from `start` to `end` of a request's text."""
-        size, ids = self._size, sequence.pages
+        size, ids = self._size, sequence.pages.ids
         for page in range(start // size, -(-end // size) if end > start else 0):
-            tokens = sequence.tokens(page * size, min(end, (page + 1) * size)).copy()
+            tokens = sequence.tokens.values(page * size, min(end, (page + 1) * size)).copy()
             self.contents[int(ids[page])] = PageContent(self._key(sequence, drafts, page), tokens)
 
     def _key(self, sequence: Sequence, drafts: ModelDrafts, page: int) -> int:
@@ -234,7 +235,7 @@ class ModelDrafter(WeightsDrafter):
         keys, size = drafts.keys, self._size
         while len(keys) <= page:
             place = len(keys) - 1
-            keys.append(hash((keys[-1], sequence.tokens(place * size, (place + 1) * size).tobytes())))
+            keys.append(hash((keys[-1], sequence.tokens.values(place * size, (place + 1) * size).tobytes())))
         return keys[page]
 
 

@@ -149,7 +149,7 @@ class RepeatDrafter(Drafter):
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
         proposals: list[Proposal | None] = []
         for row in rows:
-            drafts = row.sequence.drafting[self.name]
+            drafts = row.sequence.drafting.by_name[self.name]
             assert isinstance(drafts, FollowedText), f"{row.sequence.id} has drafts of another kind"
             proposals.append(drafts.propose(row.skip, row.most))
         return proposals

@@ -95,7 +95,7 @@ class WeightsDrafter(Drafter):
         return self._trial is drafts
 
     def end(self, sequence: Sequence) -> None:
-        if sequence.drafting.get(self.name) is self._trial:
+        if sequence.drafting.by_name.get(self.name) is self._trial:
             self._trial = None
 
     def chains(self, sequences: Items[Sequence], rows: Items[Row]) -> dict[Sequence, tuple[Row, list[Row]]]:
@@ -103,7 +103,7 @@ class WeightsDrafter(Drafter):
         chains: dict[Sequence, tuple[Row, list[Row]]] = {}
         for sequence, row in zip(sequences, rows, strict=True):
             _, chain = chains.setdefault(sequence, (row, []))
-            if row.draft and sequence.drafter == self.name:
+            if row.draft and sequence.drafting.proposer == self.name:
                 chain.append(row)
         return chains
 

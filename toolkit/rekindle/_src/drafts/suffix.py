@@ -225,11 +225,11 @@ class SuffixDrafter(RepeatDrafter):
         self.index = SuffixIndex(most_bytes)
 
     def begin(self, sequence: Sequence) -> RequestDrafts:
-        text = self.index.begin(sequence.namespace, sequence.text(), sequence.cached_tokens)
+        text = self.index.begin(sequence.namespace, sequence.tokens.text(), sequence.cached_tokens)
         return PastLookup(self.chances, self.index, text)
 
     def end(self, sequence: Sequence) -> None:
-        drafts = sequence.drafting.get(self.name)
+        drafts = sequence.drafting.by_name.get(self.name)
         if isinstance(drafts, PastLookup):
             self.index.end(drafts.text)
 

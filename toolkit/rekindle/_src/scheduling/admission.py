@@ -153,8 +153,8 @@ class Admission:
             start = self._ledger.acquire(sequence, spare, fetched=self._loading.loaded(sequence))
             if start is None:
                 reason = (
-                    f"needs {pages_for(sequence.known, self._limits.page_size)} pages minus cached ones, and {spare} "
-                    f"in reserve for {len(running)} running requests; {self._ledger.available} are available"
+                    f"needs {pages_for(sequence.tokens.known, self._limits.page_size)} pages minus cached ones, and "
+                    f"{spare} in reserve for {len(running)} running requests; {self._ledger.available} are available"
                 )
                 if sequence.status is Status.PREEMPTED:
                     sequence.reason = reason  # its timeline keeps why it was preempted
@@ -165,7 +165,7 @@ class Admission:
             self._loading.discard(sequence)
             self._running_set.enter(sequence, start)
             if self._ledger.cache is not None and sequence.generates:  # others publish no pages
-                self._claims.claim(sequence, sequence.published)
+                self._claims.claim(sequence, sequence.tree.published)
             return sequence
         return None
 
@@ -178,7 +178,7 @@ class Admission:
 
     def ensure_page(self, sequence: Sequence) -> bool:
         """Give the sequence a page for its next position, preempting juniors if needed. False if it skips this step."""
-        if sequence.planned < sequence.num_pages * self._limits.page_size:
+        if sequence.epoch.planned < sequence.pages.count * self._limits.page_size:
             return True
         if self._ledger.grow(sequence):
             if sequence.timeline.kind is PhaseKind.PAGES:
@@ -199,7 +199,7 @@ class Admission:
     def preempt(self, sequence: Sequence, reason: str) -> None:
         sequence.status = Status.PREEMPTED
         sequence.enter(PhaseKind.PREEMPTED, reason)
-        sequence.preemptions += 1
+        sequence.queue.preemptions += 1
         self.preemptions += 1
         self.reserve.preempted()
         self.abandon(sequence)
@@ -211,9 +211,9 @@ class Admission:
 
         A sequence that shares the beginning of a page gets it to copy, once the page is full or the prompt is computed.
         """
-        if sequence.claimed and sequence.computed >= sequence.target:
-            woken = self._claims.resolve(sequence, first, sequence.claimed)
-            sequence.claimed = 0
+        if sequence.tree.claimed and sequence.epoch.computed >= sequence.epoch.target:
+            woken = self._claims.resolve(sequence, first, sequence.tree.claimed)
+            sequence.tree.claimed = 0
         else:
             woken = self._claims.resolve(sequence, first, last)
         for waiter, index, tokens in woken:
@@ -223,8 +223,10 @@ class Admission:
 
     def abandon(self, sequence: Sequence) -> None:
         """Give up the claims on pages that the sequence will not publish; waiting sequences compute them."""
-        self._wake(waiter for waiter, _, _ in self._claims.resolve(sequence, sequence.published, sequence.claimed))
-        sequence.claimed = 0
+        self._wake(
+            waiter for waiter, _, _ in self._claims.resolve(sequence, sequence.tree.published, sequence.tree.claimed)
+        )
+        sequence.tree.claimed = 0
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that ended from wherever it is."""
@@ -237,7 +239,7 @@ class Admission:
             self._queue.discard(sequence)
         elif sequence in self._unplaced:
             del self._unplaced[sequence]
-        elif sequence.waits_for is not None:
+        elif sequence.queue.waits_for is not None:
             self._claims.unpark(sequence)
         else:
             self.abandon(sequence)
@@ -263,14 +265,16 @@ class Admission:
         if self._running_set.free_slots <= len(beside):
             return False
         running, size = self._running_set.running, self._limits.page_size
-        needed = sum(pages_for(member.known, size) for member in (*beside, sequence)) - self._ledger.cached(sequence)
+        needed = sum(pages_for(member.tokens.known, size) for member in (*beside, sequence)) - self._ledger.cached(
+            sequence
+        )
         spare = self.reserve.pages((*running, *beside, sequence)) if running or beside else 0
         longest = pages_for(sequence.request.prompt_length + max(1, sequence.limit) - 1, size)
         return self._ledger.has(needed + spare) and longest <= self._ledger.usable(sequence.request)
 
     def take(self, sequence: Sequence) -> None:
         """Queue a sequence that waited in another shard."""
-        sequence.queued_at = None
+        sequence.queue.before = None
         self._wake((sequence,))
 
     def remembered(self, keys: list[int]) -> int:
@@ -306,9 +310,9 @@ class Admission:
         if not room.concerns(wanted):
             return False
         first = next(iter(self._unplaced), None)
-        if room.fits(wanted) and (first is None or first.overtaken < self._max_overtakes):
+        if room.fits(wanted) and (first is None or first.queue.overtaken < self._max_overtakes):
             if first is not None:
-                first.overtaken += 1
+                first.queue.overtaken += 1
             return False
         self._queue.discard(sequence)
         self._unplaced[sequence] = None
@@ -373,7 +377,7 @@ class Reserve:
     def finished(self, sequence: Sequence) -> None:
         if not sequence.limit:
             return  # an embedding, which generates nothing
-        fraction = sequence.generated / sequence.limit
+        fraction = sequence.tokens.generated / sequence.limit
         self.fraction = max(_FLOOR, self.fraction + 0.1 * (fraction - self.fraction))
 
     def preempted(self) -> None:
@@ -463,12 +467,12 @@ class PrefixClaims:
 
     def claim(self, sequence: Sequence, start: int) -> None:
         """Claim the pages that the sequence computes, from page `start` on."""
-        count = pages_for(sequence.target, self._page_size)
-        for key in sequence.keys(sequence.target // self._page_size)[start:]:
+        count = pages_for(sequence.epoch.target, self._page_size)
+        for key in sequence.tokens.keys(sequence.epoch.target // self._page_size)[start:]:
             self._owners.setdefault(key, sequence)
         for place in self._places(sequence, start, count):
             self._beginnings.setdefault(place, []).append(sequence)
-        sequence.claimed = max(start, count)
+        sequence.tree.claimed = max(start, count)
 
     def resolve(self, sequence: Sequence, first: int, last: int) -> list[tuple[Sequence, int, int]]:
         """End the claims on pages [first, last), published or abandoned.
@@ -477,15 +481,15 @@ class PrefixClaims:
         0 if it shares the whole page.
         """
         woken: list[tuple[Sequence, int, int]] = []
-        last = min(last, sequence.claimed)
+        last = min(last, sequence.tree.claimed)
         if first >= last:
             return woken
         for place in self._places(sequence, first, last):
             self._beginnings[place].remove(sequence)
             if not self._beginnings[place]:
                 del self._beginnings[place]
-        full = min(last, sequence.target // self._page_size)
-        for index, key in enumerate(sequence.keys(full)[first:], first):
+        full = min(last, sequence.epoch.target // self._page_size)
+        for index, key in enumerate(sequence.tokens.keys(full)[first:], first):
             if self._owners.get(key) is sequence:
                 del self._owners[key]
                 woken += self._woken(key, index)
@@ -493,7 +497,7 @@ class PrefixClaims:
             for index in range(first, last):
                 woken += self._woken((sequence, index), index)
         for waiter, _, _ in woken:
-            waiter.waits_for = None
+            waiter.queue.waits_for = None
         self.parked -= len(woken)
         return woken
 
@@ -513,7 +517,7 @@ class PrefixClaims:
         if tokens < self._least + (copied if shared == cached else 0):
             behind, tokens = None, 0
         saved = (shared - cached) * size + tokens - copied
-        left = sequence.known - cached * size - copied
+        left = sequence.tokens.known - cached * size - copied
         if saved <= 0 or (saved < _WORTH_WAITING and 2 * saved < left):
             return None
         owner = self.owner(keys[shared - 1]) if behind is None else behind
@@ -533,20 +537,20 @@ class PrefixClaims:
     def park(self, sequence: Sequence, keys: list[int], beginning: Beginning) -> None:
         """Park a sequence until the last page of the beginning is published or computed; `keys` are its pages'."""
         owner, pages, tokens = beginning
-        sequence.waits_for = owner
+        sequence.queue.waits_for = owner
         self._parked.setdefault((owner, pages) if tokens else keys[pages - 1], []).append((sequence, tokens))
         self.parked += 1
 
     def unpark(self, sequence: Sequence) -> None:
         """Take out a parked sequence that was aborted; its entry is skipped later."""
-        sequence.waits_for = None
+        sequence.queue.waits_for = None
         self.parked -= 1
 
     def expel(self, sequence: Sequence) -> list[Sequence]:
         """End a sequence's claims and waits, even if its counts are wrong. Return the sequences that waited for it."""
-        if sequence.waits_for is not None:
+        if sequence.queue.waits_for is not None:
             self.unpark(sequence)
-        sequence.claimed = 0
+        sequence.tree.claimed = 0
         self._owners = {key: owner for key, owner in self._owners.items() if owner is not sequence}
         for place, owners in tuple(self._beginnings.items()):
             self._beginnings[place] = [owner for owner in owners if owner is not sequence]
@@ -554,11 +558,11 @@ class PrefixClaims:
                 del self._beginnings[place]
         woken: list[Sequence] = []
         for page, group in tuple(self._parked.items()):
-            if any(waiter.waits_for is sequence for waiter, _ in group):
+            if any(waiter.queue.waits_for is sequence for waiter, _ in group):
                 del self._parked[page]
-                woken += [waiter for waiter, _ in group if waiter.waits_for is not None]
+                woken += [waiter for waiter, _ in group if waiter.queue.waits_for is not None]
         for waiter in woken:
-            waiter.waits_for = None
+            waiter.queue.waits_for = None
         self.parked -= len(woken)
         return woken
 
@@ -566,39 +570,39 @@ class PrefixClaims:
         beginning = [owner for owners in self._beginnings.values() for owner in owners]
         assert all(owner in running for owner in (*self._owners.values(), *beginning)), "a claim outlived its owner"
         for page in self._parked:
-            claimed = page in self._owners if isinstance(page, int) else page[1] < page[0].claimed
+            claimed = page in self._owners if isinstance(page, int) else page[1] < page[0].tree.claimed
             assert claimed, "a sequence waits for a page that no sequence computes"
-        waiting = sum(waiter.waits_for is not None for group in self._parked.values() for waiter, _ in group)
+        waiting = sum(waiter.queue.waits_for is not None for group in self._parked.values() for waiter, _ in group)
         assert waiting == self.parked, f"{waiting} sequences are parked, {self.parked} are counted"
 
     def _woken(self, page: int | tuple[Sequence, int], index: int) -> list[tuple[Sequence, int, int]]:
         parked = self._parked.pop(page, ())
-        return [(waiter, index, tokens) for waiter, tokens in parked if waiter.waits_for is not None]
+        return [(waiter, index, tokens) for waiter, tokens in parked if waiter.queue.waits_for is not None]
 
     def _places(self, sequence: Sequence, first: int, last: int) -> Iterator[Place]:
         """Yield the places of the pages [first, last) that the sequence computes enough of for a copy."""
         size, least = self._page_size, self._least
         if not least:
             return
-        keys = sequence.keys(sequence.target // size)
+        keys = sequence.tokens.keys(sequence.epoch.target // size)
         for index in range(first, last):
             start = index * size
-            if start + least <= sequence.target:
+            if start + least <= sequence.epoch.target:
                 before = keys[index - 1] if index else sequence.namespace.key
-                yield before, sequence.names(start, start + least).tobytes()
+                yield before, sequence.tokens.names(start, start + least).tobytes()
 
     def _behind(self, sequence: Sequence, keys: list[int], pages: int) -> tuple[Sequence | None, int]:
         """Return the running sequence that computes most of the tokens after the first `pages`, and their number."""
         start = pages * self._page_size
-        stop = min(start + self._page_size, sequence.reusable, sequence.known - 1)
+        stop = min(start + self._page_size, sequence.reusable, sequence.tokens.known - 1)
         best: tuple[Sequence | None, int] = None, 0
         least = self._least
         if not 0 < least <= stop - start:
             return best
-        tokens = sequence.names(start, stop)
+        tokens = sequence.tokens.names(start, stop)
         before = keys[pages - 1] if pages else sequence.namespace.key
         for owner in self._beginnings.get((before, tokens[:least].tobytes()), ()):
-            count = common(owner.names(start, min(stop, owner.target)), tokens)
+            count = common(owner.tokens.names(start, min(stop, owner.epoch.target)), tokens)
             if count > best[1]:
                 best = owner, count
         return best
@@ -648,9 +652,9 @@ class RunningSet:
 
     def drain(self, sequence: Sequence) -> None:
         """Return slot and pages of a leaving sequence, unless a step in flight still contains it."""
-        if not sequence.in_flight and sequence in self.leaving:
+        if not sequence.epoch.in_flight and sequence in self.leaving:
             self.leaving.remove(sequence)
-            self._free.append(sequence.slot)
+            self._free.append(sequence.epoch.slot)
             self.room.leave(sequence.request.extensions)
             self._ledger.release(sequence)
 
@@ -662,20 +666,22 @@ class RunningSet:
         if sequence in self.running:
             self.running.remove(sequence)
         self.leaving.discard(sequence)
-        if sequence.slot < 0:
+        if sequence.epoch.slot < 0:
             return
-        if sequence.in_flight:
+        if sequence.epoch.in_flight:
             self.leaving.add(sequence)
             return
-        if sequence.slot not in self._free and all(other.slot != sequence.slot for other in self.holders):
-            self._free.append(sequence.slot)
+        if sequence.epoch.slot not in self._free and all(
+            other.epoch.slot != sequence.epoch.slot for other in self.holders
+        ):
+            self._free.append(sequence.epoch.slot)
             self.room.leave(sequence.request.extensions)
         sequence.leave()
 
     def check_integrity(self) -> None:
-        slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
+        slots = sorted([*self._free, *(sequence.epoch.slot for sequence in self.holders)])
         assert slots == list(self._slots), f"slots drifted: {slots}"
-        assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
+        assert all(sequence.epoch.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"
         self.room.check_integrity([sequence.request.extensions for sequence in self.holders])

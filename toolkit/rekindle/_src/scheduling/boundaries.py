@@ -66,8 +66,8 @@ class Boundaries(SideRule[Trail]):
         self._ending: list[int] = []  # slots that rows of the step being planned read
 
     def cut(self, sequence: Sequence, length: int) -> int:
-        planned = sequence.planned
-        stop = next((stop for stop in self.holding(sequence).stops if stop > planned), sequence.target)
+        planned = sequence.epoch.planned
+        stop = next((stop for stop in self.holding(sequence).stops if stop > planned), sequence.epoch.target)
         end = min(planned + length, stop)
         if end < stop:
             edge = end // self._edge * self._edge
@@ -76,8 +76,8 @@ class Boundaries(SideRule[Trail]):
 
     def row(self, sequence: Sequence, length: int) -> SlotPair:
         trail: Trail = sequence.sides[self.number]
-        own, end = 1 + sequence.slot, sequence.planned + length
-        if sequence.fresh:
+        own, end = 1 + sequence.epoch.slot, sequence.epoch.planned + length
+        if sequence.epoch.fresh:
             trail.reads = trail.held or own
         reads, writes = trail.reads, self._left(sequence, end) or own
         if trail.held:
@@ -103,11 +103,11 @@ class Boundaries(SideRule[Trail]):
         trail = self.holding(sequence)
         if not trail.chain:
             return  # it has left its slots
-        while trail.pending and trail.pending[-1][0] > sequence.computed:
+        while trail.pending and trail.pending[-1][0] > sequence.epoch.computed:
             self.cache.release(trail.pending.pop()[1])
-        chain, trail.chain, own = trail.chain, [], 1 + sequence.slot
+        chain, trail.chain, own = trail.chain, [], 1 + sequence.epoch.slot
         for position, slot in chain:
-            if position == sequence.computed:
+            if position == sequence.epoch.computed:
                 trail.reads, trail.held = slot, 0 if slot == own else slot
             elif slot != own:
                 self._give_back(slot)
@@ -129,7 +129,7 @@ class Boundaries(SideRule[Trail]):
                 trail.source, trail.held = "on disk" if fetched else "in host memory", cache.restore(node)
             cache.touch(node)
         trail.again = match.reached * size - start
-        last = sequence.known - 1  # its last token is computed in any case
+        last = sequence.tokens.known - 1  # its last token is computed in any case
         stops = {cache.floor(last), cache.floor(min(match.reached * size, last))}
         trail.stops = sorted(stop for stop in stops if stop > start)
         return trail
@@ -140,22 +140,22 @@ class Boundaries(SideRule[Trail]):
             return 0
         stops = self.holding(owner).stops
         if position not in stops:
-            if not owner.planned < position < owner.target:
+            if not owner.epoch.planned < position < owner.epoch.target:
                 return 0
             bisect.insort(stops, position)
-        elif position <= owner.computed:
+        elif position <= owner.epoch.computed:
             return 0  # it was left, and is not there any more
         return position // self._page_size
 
     def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
         trail: Trail = sequence.sides[self.number]
-        if not trail.pending or trail.pending[0][0] != sequence.computed:
+        if not trail.pending or trail.pending[0][0] != sequence.epoch.computed:
             return
         cache = self.cache
         position, slot = trail.pending.popleft()
         if node is not None and node.depth * self._page_size == position:
             cache.attach(node, slot)
-            if position >= sequence.target:
+            if position >= sequence.epoch.target:
                 self._replace(trail, node)
         cache.release(slot)
 
@@ -173,7 +173,7 @@ class Boundaries(SideRule[Trail]):
         self._ending = []
 
     def held(self, sequence: Sequence) -> Iterable[int]:
-        trail, own = self.holding(sequence), 1 + sequence.slot
+        trail, own = self.holding(sequence), 1 + sequence.epoch.slot
         slots = [trail.held, *(slot for _, slot in trail.chain)]
         return [slot for slot in slots if slot not in (0, own)]
 
@@ -203,9 +203,9 @@ class Boundaries(SideRule[Trail]):
             self.cache.release(slot)
 
     def _leaves(self, sequence: Sequence, end: int) -> bool:
-        if sequence.node is None:
+        if sequence.tree.node is None:
             return False  # it publishes nothing
-        if end < sequence.target:
+        if end < sequence.epoch.target:
             return end in self.holding(sequence).stops
         return end % self._step == 0
 

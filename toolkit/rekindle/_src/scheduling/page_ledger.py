@@ -93,8 +93,8 @@ class PageLedger:
         if self.cache is None:
             return []
         # An entry after the last token is of no use: that token is computed, since its logits choose the next one.
-        reusable = sequence.reusable if self.sides.inside else min(sequence.reusable, sequence.known - 1)
-        return sequence.keys(reusable // self._page_size)
+        reusable = sequence.reusable if self.sides.inside else min(sequence.reusable, sequence.tokens.known - 1)
+        return sequence.tokens.keys(reusable // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
         """Return the keys of the leading pages that are on the device; approximate, since tokens are not compared."""
@@ -111,7 +111,7 @@ class PageLedger:
 
     def uncached(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence would have to compute if it were admitted now, at least 1."""
-        return max(1, sequence.known - self.cached(sequence) * self._page_size)
+        return max(1, sequence.tokens.known - self.cached(sequence) * self._page_size)
 
     @property
     def may_fetch(self) -> bool:
@@ -128,7 +128,7 @@ class PageLedger:
         """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        prompt = self.keys(sequence), sequence.prefix()
+        prompt = self.keys(sequence), sequence.tokens.prefix()
         if self.cache.host_tier.finds_stored:
             self.cache.learn(*prompt)
         digests, in_host_memory = self.cache.to_fetch(*prompt)
@@ -144,35 +144,35 @@ class PageLedger:
 
         None if they do not fit. Some were `fetched` from disk before.
         """
-        pages = pages_for(sequence.known, self._page_size)
+        pages = pages_for(sequence.tokens.known, self._page_size)
         if not self.has(pages - self.cached(sequence) + spare):
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
         cache = self.cache if sequence.generates or sequence.reusable else None
         if cache is not None:
-            match = cache.match(self.keys(sequence), sequence.prefix())
+            match = cache.match(self.keys(sequence), sequence.tokens.prefix())
         count = pages - match.on_device
         if not self.has(count + spare, match):
             return None
         if cache is not None:
-            sequence.add_pages(cache.lock(match))
-            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.namespace)
-            sequence.generation = cache.generation
+            sequence.pages.add(cache.lock(match))
+            sequence.tree.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.namespace)
+            sequence.tree.generation = cache.generation
         self.sides.admit(sequence, match, fetched=fetched)
         loan = self._loan(sequence, len(match.nodes), spare=self.available - count)
         fresh = self._take(count)
-        sequence.add_pages(fresh)
+        sequence.pages.add(fresh)
         if cache is not None:
             self._restore += cache.restore(match, fresh[: len(match.nodes) - match.on_device])
-        sequence.published = len(match.nodes)
+        sequence.tree.published = len(match.nodes)
         if loan is not None:
-            self._copied.append((loan, int(sequence.pages[sequence.published])))
-        return self._start(sequence, sequence.published, 0 if loan is None else loan.tokens)
+            self._copied.append((loan, int(sequence.pages.ids[sequence.tree.published])))
+        return self._start(sequence, sequence.tree.published, 0 if loan is None else loan.tokens)
 
     def forecast(self, sequence: Sequence) -> PromptHit:
         """Return where `acquire` would find the leading tokens of a sequence. Nothing is taken or counted."""
         assert self.cache is not None, "no pages are shared"
-        prompt, size = (self.keys(sequence), sequence.prefix()), self._page_size
+        prompt, size = (self.keys(sequence), sequence.tokens.prefix()), self._page_size
         if isinstance(self.cache.host_tier, Tiers) and self.cache.host_tier.finds_stored:
             self.cache.learn(*prompt)
         path = cached_path(self.cache, *prompt)
@@ -193,7 +193,7 @@ class PageLedger:
     def _start(self, sequence: Sequence, pages: int, copied: int) -> int:
         """Return the first position to compute after `pages` from the cache and `copied` tokens of the next one."""
         # The last token is computed even if its page is there: its logits choose the next one.
-        return max(0, min(pages * self._page_size + copied, sequence.known - 1))
+        return max(0, min(pages * self._page_size + copied, sequence.tokens.known - 1))
 
     def _loan(self, sequence: Sequence, pages: int, spare: int) -> Loan | None:
         """Take the longest beginning of the page after the matched `pages`, holding one of `spare` pages if need be.
@@ -202,7 +202,7 @@ class PageLedger:
         """
         own = self._lent.get(sequence)
         lent = self._lent_behind(sequence, pages)
-        node, tokens = self._copyable(sequence, pages, sequence.node)
+        node, tokens = self._copyable(sequence, pages, sequence.tree.node)
         if tokens > lent and node is not None:
             page = np.array([node.page], np.int32)
             if spare or not self.pool.unheld(page):
@@ -231,12 +231,12 @@ class PageLedger:
         """Let a waiting sequence copy the first `tokens` of another one's page when it is admitted."""
         start = index * self._page_size
         stop = start + tokens
-        if self._node(owner) is None or owner.computed < stop or owner.namespace != waiter.namespace:
+        if self._node(owner) is None or owner.epoch.computed < stop or owner.namespace != waiter.namespace:
             return
-        if not np.array_equal(owner.names(0, stop), waiter.names(0, stop)):
+        if not np.array_equal(owner.tokens.names(0, stop), waiter.tokens.names(0, stop)):
             return  # keys agreed by chance
         self.give_back(waiter)
-        loan = self._lent[waiter] = Loan(owner, owner.pages[: index + 1].copy(), tokens)
+        loan = self._lent[waiter] = Loan(owner, owner.pages.ids[: index + 1].copy(), tokens)
         self.pool.share(loan.pages)
 
     def copied(self, sequence: Sequence, keys: list[int]) -> int:
@@ -252,15 +252,15 @@ class PageLedger:
     def _copyable(self, sequence: Sequence, pages: int, parent: Node | None) -> tuple[Node | None, int]:
         """Return the page after `parent`, the last of `pages`, to copy from, and how many tokens; None and 0 if there
         is none."""
-        node, tokens = self._in_tree(sequence, sequence.keys(pages))
+        node, tokens = self._in_tree(sequence, sequence.tokens.keys(pages))
         return (node, tokens) if node is not None and node.parent is parent else (None, 0)
 
     def _in_tree(self, sequence: Sequence, keys: list[int]) -> tuple[Node | None, int]:
         """Return a page of the tree to copy after the first pages of a sequence, and the number of common tokens."""
-        start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.known - 1)
+        start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.tokens.known - 1)
         if not self.least_copied or self.cache is None or stop - start < self.least_copied:
             return None, 0
-        return self.cache.beginning(keys[-1] if keys else sequence.namespace.key, sequence.names(start, stop))
+        return self.cache.beginning(keys[-1] if keys else sequence.namespace.key, sequence.tokens.names(start, stop))
 
     def give_back(self, sequence: Sequence) -> None:
         """End the loan of a sequence, if it has one; it computes those tokens."""
@@ -278,7 +278,7 @@ class PageLedger:
         """Give the sequence one more page; False if no page is free."""
         if not self.has(1):
             return False
-        sequence.add_pages(self._take(1))
+        sequence.pages.add(self._take(1))
         return True
 
     def publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
@@ -292,21 +292,21 @@ class PageLedger:
         return published
 
     def _publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
-        first, last = sequence.published, sequence.computed // self._page_size
+        first, last = sequence.tree.published, sequence.epoch.computed // self._page_size
         node = self._node(sequence)
         if self.cache is None or node is None or last <= first:
             return first, first
         size = self._page_size
-        pages = sequence.pages[first:last].tolist()
+        pages = sequence.pages.ids[first:last].tolist()
         published = self.cache.publish(
-            node, sequence.keys(last)[first:last], sequence.names(first * size, last * size), pages
+            node, sequence.tokens.keys(last)[first:last], sequence.tokens.names(first * size, last * size), pages
         )
         if published is None:
             return first, first
         if published.duplicates:
-            sequence.replace_pages(first, published.pages)
+            sequence.pages.replace(first, published.pages)
             self._retired.append((last_step, published.duplicates))
-        sequence.node, sequence.published = published.node, last
+        sequence.tree.node, sequence.tree.published = published.node, last
         for follower in sequence.followers:
             if follower.keeps:
                 follower.published(self.cache.names_to(published.node))
@@ -315,7 +315,7 @@ class PageLedger:
     def release(self, sequence: Sequence) -> None:
         """Return all pages of a sequence that no step in flight contains, to the cache or to the pool."""
         self.sides.release(sequence)
-        self.pool.release(sequence.pages)
+        self.pool.release(sequence.pages.ids)
         node = self._node(sequence)
         if self.cache is not None and node is not None:
             self.cache.unreference(node)
@@ -324,7 +324,9 @@ class PageLedger:
     def quarantine(self, sequence: Sequence) -> list[int]:
         """Never use the pages of a sequence again, nor pages lent to it. Return the miscounted ones."""
         loan = self._lent.pop(sequence, None)
-        return self._quarantine(sequence.pages if loan is None else np.concatenate([sequence.pages, loan.pages]))
+        return self._quarantine(
+            sequence.pages.ids if loan is None else np.concatenate([sequence.pages.ids, loan.pages])
+        )
 
     def collect(self, oldest_step: int | None) -> list[int]:
         """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight.
@@ -371,7 +373,7 @@ class PageLedger:
         counts = np.zeros(self.pool.num_pages, np.int32)
         if self.cache is not None:
             counts += self.cache.references()
-        held: list[IntArray | list[int]] = [sequence.pages for sequence in sequences]
+        held: list[IntArray | list[int]] = [sequence.pages.ids for sequence in sequences]
         loans = [*self._lent.values(), *(loan for loan, _ in self._copied), *(loan for _, loan in self._copying)]
         for pages in (*held, *(pages for _, pages in self._retired), *(loan.pages for loan in loans)):
             np.add.at(counts, np.asarray(pages, np.int32), 1)
@@ -379,9 +381,9 @@ class PageLedger:
 
     def _node(self, sequence: Sequence) -> Node | None:
         """Return the tree node that the sequence continues; None if the tree was reset after its admission."""
-        if self.cache is None or sequence.generation != self.cache.generation:
+        if self.cache is None or sequence.tree.generation != self.cache.generation:
             return None
-        return sequence.node
+        return sequence.tree.node
 
     def _repay(self, loan: Loan) -> None:
         """Return the pages of a loan, so that those in the tree can be evicted again."""
@@ -390,8 +392,8 @@ class PageLedger:
         if isinstance(loan.owner, Node):
             self.cache.offer(loan.owner.key, loan.page)
             return
-        full = min(len(loan.pages), loan.owner.known // self._page_size)
-        for key, page in list(zip(loan.owner.keys(full), loan.pages.tolist(), strict=False))[-2:]:
+        full = min(len(loan.pages), loan.owner.tokens.known // self._page_size)
+        for key, page in list(zip(loan.owner.tokens.keys(full), loan.pages.tolist(), strict=False))[-2:]:
             self.cache.offer(key, page)
 
     def _take(self, count: int) -> list[int]:

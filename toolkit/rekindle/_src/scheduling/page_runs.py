@@ -70,12 +70,12 @@ class PageRuns(SideRule[SequencePages]):
         self._retired: deque[tuple[int, list[int]]] = deque()  # merged duplicates, as in `PageLedger`
 
     def cut(self, sequence: Sequence, length: int) -> int:
-        room = (self.holding(sequence).end + self.cache.available) * self._page_size - sequence.planned
+        room = (self.holding(sequence).end + self.cache.available) * self._page_size - sequence.epoch.planned
         return max(0, min(length, room))
 
     def row(self, sequence: Sequence, length: int) -> PageRun:
         held: SequencePages = sequence.sides[self.number]
-        start = sequence.planned
+        start = sequence.epoch.planned
         end = start + length
         if end > (held.first + len(held.pages)) * self._page_size:
             self.cover(sequence, end)
@@ -104,7 +104,7 @@ class PageRuns(SideRule[SequencePages]):
             held.source = "on the device" if all(slots) else "on disk" if fetched else "in host memory"
         held.pages = [slot or cache.restore(node) for slot, node in zip(slots, needed, strict=True)]
         held.again = (match.reached - depth) * self._page_size
-        held.stops = {sequence.known // self._page_size, match.reached}
+        held.stops = {sequence.tokens.known // self._page_size, match.reached}
         return held
 
     def shared(self, owner: Sequence | None, pages: int) -> int:
@@ -114,11 +114,11 @@ class PageRuns(SideRule[SequencePages]):
 
     def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
         held: SequencePages = sequence.sides[self.number]
-        if node is None or held.attached >= sequence.published:
+        if node is None or held.attached >= sequence.tree.published:
             return
         cache = self.cache
         duplicates = []
-        for place in range(sequence.published - 1, max(held.attached, held.first) - 1, -1):
+        for place in range(sequence.tree.published - 1, max(held.attached, held.first) - 1, -1):
             at = place - held.first
             slot = cache.slot(node)
             if not slot:
@@ -130,13 +130,13 @@ class PageRuns(SideRule[SequencePages]):
                 held.changed()
             assert node.parent is not None, "the root has no page"
             node = node.parent
-        held.attached = sequence.published
+        held.attached = sequence.tree.published
         if duplicates:
             self._retired.append((last_step, duplicates))
 
     def recede(self, sequence: Sequence) -> None:
         held: SequencePages = sequence.sides[self.number]
-        count = sequence.computed // self._page_size - self.cache.span - held.first
+        count = sequence.epoch.computed // self._page_size - self.cache.span - held.first
         if count <= 0:
             return
         for place, page in enumerate(held.pages[:count], start=held.first):
@@ -165,5 +165,5 @@ class PageRuns(SideRule[SequencePages]):
         for sequence in sequences:
             held = self.holding(sequence)
             holds.update(held.pages)
-            assert held.end * self._page_size >= sequence.planned, f"{sequence.id} lacks pages"
+            assert held.end * self._page_size >= sequence.epoch.planned, f"{sequence.id} lacks pages"
         self.cache.check_integrity(holds)

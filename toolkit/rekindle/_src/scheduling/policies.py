@@ -30,13 +30,13 @@ Rank = tuple[float, ...]
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
     """Return the rank function of a policy with ranks fixed while a request waits; the smallest goes first."""
     if policy == "priority":
-        return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
+        return lambda sequence: (-sequence.request.sampling.priority, sequence.queue.arrived)
     if policy == "lof":
-        return lambda sequence: (-sequence.limit, sequence.arrived)
+        return lambda sequence: (-sequence.limit, sequence.queue.arrived)
     if policy == "random":
         draw = random.Random(seed)
-        return lambda sequence: (draw.random(), sequence.arrived)
-    return lambda sequence: (sequence.arrived,)
+        return lambda sequence: (draw.random(), sequence.queue.arrived)
+    return lambda sequence: (sequence.queue.arrived,)
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
@@ -46,7 +46,7 @@ def seniority(policy: str) -> Callable[[Sequence], Rank]:
 
 def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
     """Sort by the policy `dfs-weight`: requests with the same cached prefix follow each other, while it is cached."""
-    return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.arrived)], 0)
+    return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.queue.arrived)], 0)
 
 
 def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequence]:
@@ -59,7 +59,7 @@ def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequenc
         else:
             ended.append(entry[0])
     order = []
-    for branch in sorted(branches.values(), key=lambda branch: (-len(branch), branch[0][0].arrived)):
+    for branch in sorted(branches.values(), key=lambda branch: (-len(branch), branch[0][0].queue.arrived)):
         if len(branch) == 1:
             order.append(branch[0][0])
         else:
@@ -101,8 +101,8 @@ class ShortestFirst:
 
     def queued(self, sequence: Sequence) -> None:
         """Start to count a sequence's age, unless it was queued before."""
-        if sequence.queued_at is None:
-            sequence.queued_at = self._admitted
+        if sequence.queue.before is None:
+            sequence.queue.before = self._admitted
 
     def admitted(self, sequence: Sequence) -> None:
         """Count the work of a sequence that is admitted now; all waiting sequences age by it."""
@@ -110,9 +110,9 @@ class ShortestFirst:
 
     def rank(self, sequence: Sequence) -> Rank:
         """Return the tokens left to prefill, plus what the sequence lacks in age; then the order of arrival."""
-        assert sequence.queued_at is not None, f"{sequence.id} was never queued"
-        left = sequence.target - sequence.planned if sequence.slot >= 0 else self._uncached(sequence)
-        return left + sequence.queued_at / AGEING, sequence.arrived
+        assert sequence.queue.before is not None, f"{sequence.id} was never queued"
+        left = sequence.epoch.target - sequence.epoch.planned if sequence.epoch.slot >= 0 else self._uncached(sequence)
+        return left + sequence.queue.before / AGEING, sequence.queue.arrived
 
 
 class _Heap:
@@ -127,7 +127,7 @@ class _Heap:
             alive = {entry[2]: entry for entry in self._heap if entry[2] in self._members}
             self._heap = list(alive.values())
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (rank, sequence.arrived, sequence))
+        heapq.heappush(self._heap, (rank, sequence.queue.arrived, sequence))
 
     def top(self) -> Sequence | None:
         while self._heap:
@@ -183,7 +183,7 @@ class WaitingQueue:
             self._shortest.queued(sequence)
         rank = self._rank(sequence)
         self._members.add(sequence)
-        self._by_age.push((sequence.arrived,), sequence)
+        self._by_age.push((sequence.queue.arrived,), sequence)
         self._by_rank.push(rank, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
@@ -215,7 +215,9 @@ class WaitingQueue:
             self._order = sorted(self._window, key=self._rank, reverse=True)
             return
         if self._policy == "lpm":
-            self._order = sorted(self._window, key=lambda member: (-len(self._path(member)), member.arrived))[::-1]
+            self._order = sorted(self._window, key=lambda member: (-len(self._path(member)), member.queue.arrived))[
+                ::-1
+            ]
         else:
             self._order = depth_first(list(self._window), self._path)[::-1]
 
@@ -225,7 +227,7 @@ class WaitingQueue:
         if sequence is not None:
             return sequence
         oldest = self._by_age.top()
-        if oldest is None or oldest.overtaken >= self._max_overtakes:
+        if oldest is None or oldest.queue.overtaken >= self._max_overtakes:
             return oldest
         if self._policy not in CACHE_AWARE:
             return self._by_rank.top()
@@ -242,9 +244,9 @@ class WaitingQueue:
         if sequence in self._members:
             oldest = self._by_age.top()
             assert oldest is not None, "a sequence was taken from an empty queue"
-            oldest.overtaken += oldest is not sequence
+            oldest.queue.overtaken += oldest is not sequence
         self.discard(sequence)
 
     def position(self, sequence: Sequence) -> int:
         """Return how many waiting requests are older; walks the queue."""
-        return sum(member.arrived < sequence.arrived for member in (*self._members, *self._preempted))
+        return sum(member.queue.arrived < sequence.queue.arrived for member in (*self._members, *self._preempted))

@@ -150,8 +150,8 @@ class ReadyRows(EveryRow):
         if sequence.decodes:
             row = _Row(sequence, _decoding(self._programs, sequence), 0)
         else:
-            samples = sequence.planned + length >= sequence.target and sequence.generates
-            need = self._programs.need(sequence.request, sequence.planned, length, samples=samples, decodes=False)
+            samples = sequence.epoch.planned + length >= sequence.epoch.target and sequence.generates
+            need = self._programs.need(sequence.request, sequence.epoch.planned, length, samples=samples, decodes=False)
             row = _Row(sequence, need, length)
         if self._join([row]):
             return True
@@ -262,7 +262,7 @@ def _decoding(programs: StepProgramsLike, sequence: Sequence) -> Any:
     """Return the need of a sequence's decode row; it may depend on its position."""
     if sequence.need is not None:
         return sequence.need
-    need = programs.need(sequence.request, sequence.planned, 1, samples=True, decodes=True)
+    need = programs.need(sequence.request, sequence.epoch.planned, 1, samples=True, decodes=True)
     if not sequence.request.extensions.by_position:
         sequence.need = need
     return need

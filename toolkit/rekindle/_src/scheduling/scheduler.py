@@ -232,12 +232,12 @@ class Scheduler:
             length = 1 if admitted.decodes else self._sides.cut(admitted, budget)
             for extension in admitted.cutting if length else ():
                 room = self.limits.max_tokens_per_step - len(decode) - sum(row.length for row in prefill_rows)
-                length = extension.cut(admitted.planned, length, room)
+                length = extension.cut(admitted.epoch.planned, length, room)
             if not length:
                 break  # it is the first of a later step, which has room for any prompt
             if not self._ready_rows.takes(admitted, length):
                 continue  # sequences that share its prompt wait with it rather than compute it again
-            if admitted.fresh:
+            if admitted.epoch.fresh:
                 self._count_admission(admitted)
             if admitted.decodes:
                 decode.append(admitted)
@@ -290,7 +290,7 @@ class Scheduler:
         events = self._fail_lost(result) + self._fail_lost_sides(flight, result)
         right, taken = result.valid, list[bool]()
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
-            sequence.in_flight -= 1
+            sequence.epoch.in_flight -= 1
             taken.append(counts and not sequence.ended)
             if output.error is not None and not sequence.ended:
                 events.append(self._fail(sequence, request_error(sequence, output.error)))
@@ -323,7 +323,7 @@ class Scheduler:
         self._sides.done(plan.sides_in)
         self._sides.lose(plan.sides_in)
         for sequence in flight.sequences:
-            sequence.in_flight -= 1
+            sequence.epoch.in_flight -= 1
         if self.cache is not None:
             self.cache.restore_done(plan.restore)
             self.cache.offload_done(plan.offload)
@@ -473,13 +473,13 @@ class Scheduler:
 
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
-        sequence.computed = row.start + row.length
+        sequence.epoch.computed = row.start + row.length
         for follower in sequence.followers:
             output = follower.take(row, output)
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
         if not sequence.generates:
-            if sequence.computed < request.prompt_length:
+            if sequence.epoch.computed < request.prompt_length:
                 self._sides.recede(sequence)
                 return None
             if (broken := self._end(sequence, FinishReason.LENGTH)) is not None:
@@ -590,7 +590,7 @@ class Scheduler:
         log.error(
             "request %s has ended because its pages, its slot or its claims were inconsistent (%s); its %d "
             "pages are not used again in this session",
-            sequence.id, one_line(cause), len(sequence.pages),
+            sequence.id, one_line(cause), len(sequence.pages.ids),
         )  # fmt: skip
         miscounted = self._ledger.quarantine(sequence)
         self._admission.expel(sequence)
@@ -604,7 +604,7 @@ class Scheduler:
         usable = self._ledger.usable(sequence.request)
         try:
             limit, sequence.limit_reason = self.limits.room(sequence.request, usable)
-            if limit <= sequence.sampled:
+            if limit <= sequence.tokens.sampled:
                 raise OutOfPages(
                     f"Request {sequence.id} has more tokens than fit into the {usable} pages that are left."
                 )
@@ -644,11 +644,11 @@ class Scheduler:
             self._ended.popitem(last=False)
 
     def _count_admission(self, sequence: Sequence) -> None:
-        start = sequence.planned
-        if sequence.epoch == 1:
+        start = sequence.epoch.planned
+        if sequence.epoch.number == 1:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
             self._counts["cached_tokens"] += sequence.cached_tokens
-        self._counts["prefill_tokens"] += sequence.target - start
+        self._counts["prefill_tokens"] += sequence.epoch.target - start
 
     def _collect_released(self) -> None:
         miscounted = self._ledger.collect(self._flights[0].plan.step if self._flights else None)
@@ -662,7 +662,7 @@ def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleEr
     """Return why a sequence ends with its latest token, or with which error; None if it continues."""
     request, token = sequence.request, output.token_id
     # No id ends the request within its first min_tokens tokens, where the device masks them.
-    if sequence.generated > request.sampling.min_tokens:
+    if sequence.tokens.generated > request.sampling.min_tokens:
         if token in request.eos_ids:
             return FinishReason.EOS
         if token in request.stop_ids:
@@ -673,8 +673,8 @@ def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleEr
             return FinishReason.EOS
         if guided.steered:
             return sequence.limit_reason
-        return too_short(sequence) if sequence.generated < request.sampling.min_tokens else FinishReason.GRAMMAR
-    return sequence.limit_reason if sequence.generated >= sequence.limit else None
+        return too_short(sequence) if sequence.tokens.generated < request.sampling.min_tokens else FinishReason.GRAMMAR
+    return sequence.limit_reason if sequence.tokens.generated >= sequence.limit else None
 
 
 def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
@@ -716,7 +716,7 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
     targets = set(pages)
     holders = []
     for sequence in sequences:
-        page = next((page for page in sequence.pages.tolist() if page in targets), None)
+        page = next((page for page in sequence.pages.ids.tolist() if page in targets), None)
         if page is not None:
             holders.append((sequence, page))
     return holders
@@ -726,7 +726,7 @@ def not_finite(sequence: Sequence) -> RequestFailed:
     """Return the error for a request with NaN or infinite numbers for its next token or embedding."""
     of, lacks = "", "embedding"
     if sequence.generates:
-        of, lacks = f"token {sequence.generated + 1} of ", "next token"
+        of, lacks = f"token {sequence.tokens.generated + 1} of ", "next token"
     return RequestFailed(
         f"The model's numbers for {of}request {sequence.id} are not finite (NaN or infinity), so it has no {lacks}. "
         "Weights are broken, or overflow in this dtype: `rekindle doctor --model MODEL` names the first layer; or open "
@@ -737,8 +737,9 @@ def not_finite(sequence: Sequence) -> RequestFailed:
 def too_short(sequence: Sequence) -> NoTokenLeft:
     """Return the error for a request with a grammar that allows no more tokens before `min_tokens` are generated."""
     return NoTokenLeft(
-        f"The text of request {sequence.id} is complete after {words.count(sequence.generated, 'token')}: its grammar "
-        f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
+        f"The text of request {sequence.id} is complete after {words.count(sequence.tokens.generated, 'token')}: its "
+        f"grammar lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. "
+        "Lower min_tokens."
     )
 
 

@@ -120,7 +120,7 @@ class SideRules:
 
     def cut(self, sequence: Sequence, budget: int) -> int:
         """Return how many tokens of its prompt the next row of a sequence computes; 0 if it has to wait."""
-        length = min(budget, sequence.target - sequence.planned)
+        length = min(budget, sequence.epoch.target - sequence.epoch.planned)
         for _ in self._rules:  # one more rule in each round has no further objection
             for rule in self._rules:
                 length = rule.cut(sequence, length)
@@ -139,8 +139,8 @@ class SideRules:
     def drafts_of(self, sequence: Sequence, count: int) -> list[tuple[SlotPair | PageRun, ...]]:
         """Take the slots or pages for `count` rows of drafts, and return them."""
         for rule in self._rules:
-            rule.cover(sequence, sequence.planned + count)
-        positions = range(sequence.planned, sequence.planned + count)
+            rule.cover(sequence, sequence.epoch.planned + count)
+        positions = range(sequence.epoch.planned, sequence.epoch.planned + count)
         return [tuple([rule.draft(sequence, position) for rule in self._rules]) for position in positions]
 
     def checked(self, sequence: Sequence) -> None:
@@ -234,7 +234,7 @@ class WholePrompts(SideRules):
     """Rules for models with tokens that see later ones: a prompt is computed in one step, or waits for one."""
 
     def cut(self, sequence: Sequence, budget: int) -> int:
-        length = sequence.target - sequence.planned
+        length = sequence.epoch.target - sequence.epoch.planned
         return length if length <= budget else 0
 
 

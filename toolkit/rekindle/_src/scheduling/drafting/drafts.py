@@ -68,7 +68,7 @@ class Drafts:
         if not self._drafters:
             return
         for sequence in sequences:
-            if sequence.undrafted:
+            if not sequence.drafting.begun:
                 self._begin(sequence)
         largest = max(self._limits.max_requests, SMALLEST_ROWS)
         room = min(budget, largest - len(rows))
@@ -85,14 +85,14 @@ class Drafts:
         counts = self._counts(proposals, len(rows), room, mixed=mixed)
         for sequence, (drafter, proposal) in proposals.items():
             if not counts[sequence]:
-                sequence.drafting[drafter.name].declined()
+                sequence.drafting.by_name[drafter.name].declined()
                 continue
             room = self._ledger.sides.draft_room(counts.get(sequence, 0))
             reached = self._within_pages(sequence, max(room, drafter.reach))
             if count := min(room, reached) if reached >= drafter.reach else 0:
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
-                drafts = sequence.drafts(proposal.tokens[:count], sides, drafter.name)
+                drafts = sequence.draft_rows(proposal.tokens[:count], sides, drafter.name)
                 rows[after:after] = drafts
                 sequences[after:after] = [sequence] * len(drafts)
 
@@ -111,7 +111,7 @@ class Drafts:
 
     def awaited(self, sequences: Items[Sequence]) -> frozenset[str]:
         """Return the requests with a token that a drafter needs before the next step is planned."""
-        return frozenset([one.id for one in sequences if one.awaited]) if self._working else NOBODY
+        return frozenset([one.id for one in sequences if one.drafting.awaited]) if self._working else NOBODY
 
     def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
         """Return the entries that a step computes for a drafter; see `Drafter.entries`."""
@@ -131,10 +131,10 @@ class Drafts:
                 drafted[sequence] += 1
                 accepted[sequence] += bool(was_right)
         for sequence, count in drafted.items():
-            assert sequence.drafter, f"{sequence.id} has drafts from nowhere"
-            sequence.drafting[sequence.drafter].learn(count, accepted[sequence])
-            self.drafted[sequence.drafter] += count
-            self.accepted[sequence.drafter] += accepted[sequence]
+            assert sequence.drafting.proposer, f"{sequence.id} has drafts from nowhere"
+            sequence.drafting.by_name[sequence.drafting.proposer].learn(count, accepted[sequence])
+            self.drafted[sequence.drafting.proposer] += count
+            self.accepted[sequence.drafting.proposer] += accepted[sequence]
             sequence.drafts_checked()
             for drafter in self._working:
                 drafter.checked(sequence)
@@ -146,7 +146,7 @@ class Drafts:
 
     def end(self, sequence: Sequence) -> None:
         """Note that a request has ended."""
-        for drafter in self._drafters if sequence.drafting else self._working:  # entries begin with the prompt
+        for drafter in self._drafters if sequence.drafting.by_name else self._working:  # entries begin with the prompt
             drafter.end(sequence)
 
     def forget(self) -> None:
@@ -162,9 +162,9 @@ class Drafts:
                 continue
             name, rows = drafter.name, list[DraftableRow]()
             for one in sequences:
-                drafts = one.drafting.get(name)
+                drafts = one.drafting.by_name.get(name)
                 if drafts is not None and drafts.ready and one.remaining > 0 and one not in found:
-                    rows.append(DraftableRow(one, one.planned - one.known, min(self._most, one.remaining)))
+                    rows.append(DraftableRow(one, one.epoch.planned - one.tokens.known, min(self._most, one.remaining)))
             if not rows:
                 continue
             for row, proposal in zip(rows, drafter.propose(rows), strict=True):
@@ -173,9 +173,9 @@ class Drafts:
         return found
 
     def _begin(self, sequence: Sequence) -> None:
-        sequence.undrafted = False
+        sequence.drafting.begun = True
         begun = [(drafter.name, drafter.begin(sequence)) for drafter in self._drafters]
-        sequence.drafting = {name: drafts for name, drafts in begun if drafts is not None}
+        sequence.drafting.by_name = {name: drafts for name, drafts in begun if drafts is not None}
 
     def _counts(
         self, proposals: dict[Sequence, tuple[Drafter, Proposal]], rows: int, room: int, *, mixed: bool
@@ -199,9 +199,9 @@ class Drafts:
     def _within_pages(self, sequence: Sequence, count: int) -> int:
         """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""
         size, slots = self._limits.page_size, self._limits.max_requests
-        while sequence.planned + count > sequence.num_pages * size:
+        while sequence.epoch.planned + count > sequence.pages.count * size:
             if self._ledger.available <= slots or not self._ledger.grow(sequence):
-                return sequence.num_pages * size - sequence.planned
+                return sequence.pages.count * size - sequence.epoch.planned
         return count
 
 
