@@ -11,6 +11,7 @@ import pytest
 
 from helpers.fakes import ByteTokenizer, FakeInFlight
 from helpers.sessions import byte_tokenizer, fake_engine, opened, parts
+from rekindle._src.capabilities.guides.remote import RemoteGrammars
 from rekindle._src.capabilities.guides.request import GrammarsLike
 from rekindle._src.core import contracts
 from rekindle._src.core.sampling import Sampling
@@ -20,7 +21,6 @@ from rekindle._src.notebook import live
 from rekindle._src.programs.programs import Programs
 from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
 from rekindle._src.replicas.routing import router
-from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.scheduling.scheduler import SchedulerStatistics
 from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView, PrefixExplanation
 from rekindle._src.structured.grammar import Grammars

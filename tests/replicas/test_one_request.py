@@ -18,6 +18,7 @@ from helpers.fakes import EOS
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, RequestFailed, RequestQuarantined, Session
+from rekindle._src.capabilities.guides.remote import RemoteGuide, SentGuide
 from rekindle._src.capabilities.guides.request import StructureIntake
 from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.dispatch import intake
@@ -25,7 +26,7 @@ from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import RemoteGuide, decode, encode
+from rekindle._src.replicas.wire import decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.structured.reasoning import ReasoningRules
 from rekindle._src.structured.spec import Spec
@@ -182,18 +183,18 @@ def test_what_travels_is_json() -> None:
     sent = encode(dataclasses.replace(request, caller="a key"))
     assert "Locked" not in sent.fields and json.loads(sent.fields)["sampling"]["stop"] == ["x"]
     received = decode(sent, EOS + 1)
-    assert (received.request.token_ids.tolist(), received.request.caller) == (list(b"abc"), "a key")
-    assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
+    assert (received.token_ids.tolist(), received.caller) == (list(b"abc"), "a key")
+    assert received.sampling == dataclasses.replace(request.sampling, schema=None)
 
 
 def test_a_prompt_is_pooled_as_is_known_here() -> None:
     from helpers.fakes import extended, make_request
 
     sent = encode(extended(make_request("abc", id="r"), PromptPooling("last")))
-    pooling = decode(sent, EOS + 1).request.extensions.get(PromptPooling)
+    pooling = decode(sent, EOS + 1).extensions.get(PromptPooling)
     assert pooling is not None and pooling.kind == "last"
     for other in ("max", ["last"], 1):
-        fields = json.dumps({**json.loads(sent.fields), "pooling": other})
+        fields = json.dumps({**json.loads(sent.fields), "extensions": {"pooling": other}})
         with pytest.raises(InvalidRequest, match="it pools by"):
             decode(sent._replace(fields=fields), EOS + 1)
 
@@ -205,17 +206,22 @@ def test_all_that_a_guide_is_made_from_travels(budget: int | None) -> None:
     rules = ReasoningRules("<think>", ("</think>", "<call>"), inside=True, budget=budget, used=3, message="So")
     guide = RemoteGuide(Spec("schema", '{"type":"object"}', lenient=True), (3, 2), rules, budget)
     guide.consume(7)
-    received = decode(encode(make_request("abc", id="r", guide=guide)), EOS + 1).guide
-    assert received is not None
+
+    def received_of(guide: RemoteGuide) -> RemoteGuide:
+        return decode(encode(make_request("abc", id="r", guide=guide)), EOS + 1).extensions[SentGuide].remote
+
+    received = received_of(guide)
     assert received.budget == budget
     assert (received.spec, received.rules, received.covered) == (guide.spec, rules, [7])
     assert set(received.eos_ids) == {2, 3}
-    free = decode(encode(make_request("abc", id="r", guide=RemoteGuide(None, (), rules, None))), EOS + 1).guide
-    assert free is not None and free.spec is None and free.rules == rules
+    free = received_of(RemoteGuide(None, (), rules, None))
+    assert free.spec is None and free.rules == rules
     fields = json.loads(encode(make_request("abc", id="r", guide=guide)).fields)
     for change in ({"rules": ["<think>"]}, {"rules": [1, ["a"]]}, {"rules": None, "spec": None}):
         broken = encode(make_request("abc", id="r", guide=guide))
-        broken = broken._replace(fields=json.dumps({**fields, "guide": {**fields["guide"], **change}}))
+        broken = broken._replace(
+            fields=json.dumps({**fields, "extensions": {"guide": {**fields["extensions"]["guide"], **change}}})
+        )
         with pytest.raises(InvalidRequest, match="can't be read"):
             decode(broken, EOS + 1)
 

@@ -18,7 +18,7 @@ from helpers.fakes import EOS, make_request
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, Sampling, Session
-from rekindle._src.replicas.wire import STRUCTURE, decode, encode
+from rekindle._src.replicas.wire import STAY, decode, encode
 from rekindle._src.text.chat import ChatTemplate
 
 FIELDS = sorted(field.name for field in dataclasses.fields(Sampling))
@@ -86,8 +86,8 @@ def options_travel(options: dict[str, Any]) -> None:
             encode(request)
         return
     sent = encode(request)
-    received = decode(pickle.loads(pickle.dumps(sent)), EOS + 1).request
-    without = {field.name: field.default for field in dataclasses.fields(Sampling) if field.name in STRUCTURE}
+    received = decode(pickle.loads(pickle.dumps(sent)), EOS + 1)
+    without = {field.name: field.default for field in dataclasses.fields(Sampling) if field.name in STAY}
     assert received.sampling == dataclasses.replace(request.sampling, **without)
 
 

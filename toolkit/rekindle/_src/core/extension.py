@@ -28,6 +28,13 @@ class PromptNote(NamedTuple):
     words: str
 
 
+class SentExtension(NamedTuple):
+    """A capability's part of a request for the process that runs it."""
+
+    fields: object  # as JSON
+    slow: bool = False  # its intake may take long there
+
+
 class Extension:
     """The part of a request that belongs to one capability, checked and resolved at intake. The base of all others."""
 
@@ -90,6 +97,9 @@ class Extension:
         """Return the extension's note on the request; its first `cached` tokens came from the cache."""
         return None
 
+    def resume(self, token_ids: NDArray[np.int32]) -> None:
+        """Take over the tokens that the request has generated in another process."""
+
     def another(self) -> Extension:
         """Return the extension of another sequence of the same prompt."""
         return self
@@ -150,6 +160,11 @@ class Extensions(dict[type[Extension], Extension]):
     def plus(self, *more: Extension) -> Extensions:
         """Return these extensions and `more`; a new extension replaces one of its class."""
         return Extensions(*self.values(), *more)
+
+    def resume(self, token_ids: NDArray[np.int32]) -> None:
+        """Take over the tokens that the request has generated in another process."""
+        for extension in self.values():
+            extension.resume(token_ids)
 
     def another(self) -> Extensions:
         """Return the extensions of another sequence of the same prompt."""

@@ -29,6 +29,7 @@ class Capabilities:
         self._waiting = tuple(one.waits for one in entries if _overrides(one, "waits"))
         self._overtaken = tuple(one.overtaken for one in entries if _overrides(one, "overtaken"))
         self._resources = tuple(one for one in entries if _overrides(one, "resource"))
+        self._slow = tuple(one.slow for one in entries if _overrides(one, "slow"))
         self._admitting = tuple(one for one in entries if _overrides(one, "admit"))
         self._keying = tuple(one.keying for one in entries if _overrides(one, "keying"))
         self._parts = tuple(one.part for one in entries if _overrides(one, "part"))
@@ -52,6 +53,10 @@ class Capabilities:
     def overtaken(self, submission: Submission, front: Front) -> bool:
         """True if controls go on while it waits."""
         return any(overtaken(submission, front) for overtaken in self._overtaken)
+
+    def slow(self, submission: Submission) -> bool:
+        """True if `admit` may take long."""
+        return any(slow(submission) for slow in self._slow)
 
     async def resources(self, submission: Submission, front: Front) -> Resources:
         """Wait for the resources that `admit` needs, and return them by capability. Raise the request's error."""

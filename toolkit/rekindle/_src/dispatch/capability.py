@@ -109,6 +109,10 @@ class Capability(Generic[R]):
         """
         return None
 
+    def slow(self, submission: Submission) -> bool:
+        """True if `admit` may take long. A process that takes requests from others calls it in a thread then."""
+        return False
+
     def keying(self, prompt: KeyedPrompt, front: Front) -> Extension | None:
         """Return the extension that enters the keys of the prompt's pages, without waiting for resources of `admit`.
 

@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
-from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities import ENTRIES, capabilities_of
 from rekindle._src.capabilities.adapters.request import ADAPTERS
-from rekindle._src.capabilities.captures.request import TAPS
-from rekindle._src.capabilities.captures.tapped import TapFacts
-from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
@@ -36,7 +33,6 @@ from rekindle._src.replicas.link import HANG
 from rekindle._src.replicas.routes import Placed
 from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
-from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.open_model import OpenModel, with_source
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.views import html
@@ -243,14 +239,9 @@ class FleetOpening(Call[Fleet]):
         # `map` sends as many rows of a table as can run at once.
         config = dataclasses.replace(info.config, max_requests=len(parts.connections) * info.config.max_requests)
         backend = FleetBackend(parts, router_named(self._router), hang=self._hang, size=self._size)
-        services: dict[SessionService[Any], Any] = {
-            ADAPTERS: FleetAdapters(backend),
-            TAPS: TapFacts.of_another_process(info.steering),
-        }
-        if tokenizer.has_text:
-            services[GRAMMARS] = RemoteGrammars()
-        if info.think_ids is not None:
-            services[THINK_IDS] = info.think_ids
+        services: dict[SessionService[Any], Any] = {ADAPTERS: FleetAdapters(backend)}
+        for entry in ENTRIES:
+            services |= entry.remote(info.facts[type(entry).__name__], tokenizer)
         return Front(
             backend=backend,
             tokenizer=tokenizer,

@@ -22,24 +22,20 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from rekindle._src.capabilities import capabilities_of
-from rekindle._src.capabilities.captures.request import steering_of
-from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS, GrammarLike, compiled_grammar
-from rekindle._src.core.extensions import Guidance
+from rekindle._src.capabilities import ENTRIES, capabilities_of
 from rekindle._src.core.own_failure import close_each, one_line, own_failure
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capabilities import Capabilities
+from rekindle._src.dispatch.capabilities import NO_RESOURCES, Capabilities, Resources
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
 from rekindle._src.kvcache.sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.kvcache.tiers.host import HostHold
 from rekindle._src.replicas.routing import Role
-from rekindle._src.replicas.wire import Mail, News, RemoteGuide, ReplicaInfo, RequestMessage, SessionChange, decode
+from rekindle._src.replicas.wire import Mail, News, ReplicaInfo, RequestMessage, SessionChange, decode
 from rekindle._src.session.client import Client
 from rekindle._src.session.session import Session, client_of
 from rekindle.errors import (
     ConfigError,
-    InvalidRequest,
     ProcessLost,
     QueueFull,
     RekindleError,
@@ -136,9 +132,9 @@ class Replica:
             mailbox = box.running.pop(request_id, None)
             if mailbox is not None:
                 self._client.host.abort(mailbox)
-            else:
-                box.beginning.discard(request_id)
-        box.beginning.update(sent.id for sent in requests)
+            elif (beginning := box.beginning.pop(request_id, None)) is not None:
+                beginning.abandoned = True
+        box.beginning.update((sent.id, Mailbox(1)) for sent in requests)
         async with anyio.create_task_group() as group:  # no request waits for the grammar of an earlier one
             for sent in requests:
                 group.start_soon(self._begin, box, sent)
@@ -154,16 +150,12 @@ class Replica:
             else:  # the request has a place
                 mailbox.complete_all(failure)
         finally:
-            box.beginning.discard(sent.id)
+            box.beginning.pop(sent.id, None)
 
     async def _run(self, box: Box, sent: RequestMessage) -> None:
         client, pages = self._client, sent.pages
         host = client.host
-        request, guide = decode(sent, client.front.vocab_size)
-        grammar = None if guide is None else await self._grammar(box, request, guide)
-        admitted = partial(_admitted, self._capabilities, client.front, request, guide, grammar)
-        apart = guide is not None or request.sampling.restricted  # it may take long
-        request = await anyio.to_thread.run_sync(admitted) if apart else admitted()
+        request = await self._taken_in(decode(sent, client.front.vocab_size), box)
         if sent.id not in box.beginning:  # the request was aborted meanwhile
             return
         if not host.limiter.try_enter(1):
@@ -200,15 +192,24 @@ class Replica:
         else:
             self._pulls.pull_first(request, pages, relay)
 
-    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> GrammarLike | None:
-        grammars, spec = GRAMMARS.of(self._client.front), remote.spec
-        if grammars is None:
-            field, value = ("reasoning_budget", None) if spec is None else (spec.kind, spec.text)
-            raise InvalidRequest(field, value, "needs a model with a tokenizer", "Open one with tokenizer.json")
-        if spec is None:
-            return None
-        caller = request.caller or request.sampling.salt or ""
-        return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: request.id in box.beginning)
+    async def _taken_in(self, request: Request, box: Box) -> Request:
+        """Return the request with its extensions on this replica."""
+        capabilities, front = self._capabilities, self._client.front
+        submission = Submission(
+            id=request.id,
+            text=None,
+            token_ids=request.token_ids,
+            add_special_tokens=False,
+            sampling=request.sampling,
+            mailbox=box.beginning.get(request.id) or Mailbox(1),
+            arrival=request.arrival,
+            extensions=request.extensions,
+            caller=request.caller,
+        )
+        waits = capabilities.waits(submission, front)
+        resources = await capabilities.resources(submission, front) if waits else NO_RESOURCES
+        admitted = partial(_admitted, capabilities, front, request, submission, resources)
+        return await anyio.to_thread.run_sync(admitted) if capabilities.slow(submission) else admitted()
 
     async def change(self, change: SessionChange) -> None:
         """Change the session. Running requests go on."""
@@ -228,30 +229,12 @@ class Replica:
 
 
 def _admitted(
-    capabilities: Capabilities, front: Front, request: Request, remote: RemoteGuide | None, grammar: GrammarLike | None
+    capabilities: Capabilities, front: Front, request: Request, submission: Submission, resources: Resources
 ) -> Request:
-    """Return the request with its extensions on this replica. Its guide has consumed the request's tokens."""
-    extensions = request.extensions
-    if remote is not None:
-        grammars = GRAMMARS.of(front)
-        assert grammars is not None, "they were asked for the grammar"
-        extensions = extensions.plus(Guidance(remote.build(grammar, grammars.reasoning_guide)))
-    submission = Submission(
-        id=request.id,
-        text=None,
-        token_ids=request.token_ids,
-        add_special_tokens=False,
-        sampling=request.sampling,
-        mailbox=Mailbox(1),
-        arrival=request.arrival,
-        extensions=extensions,
-        caller=request.caller,
-    )
-    extensions = capabilities.admit(submission, request.token_ids, front)
-    guidance = extensions.get(Guidance)
-    if guidance is not None and request.resumed is not None:
-        for token in request.resumed.token_ids.tolist():
-            guidance.guide.consume(token)
+    """Return the admitted request. Its extensions have taken over its tokens."""
+    extensions = capabilities.admit(submission, request.token_ids, front, resources)
+    if request.resumed is not None:
+        extensions.resume(request.resumed.token_ids)
     return dataclasses.replace(request, extensions=extensions)
 
 
@@ -266,9 +249,8 @@ def _info_of(client: Client) -> ReplicaInfo:
         longest=front.longest,
         sampling=front.sampling,
         chat_sampling=front.chat_sampling,
-        think_ids=THINK_IDS.of(front),
         processors=front.processors,
-        steering=steering_of(front),
+        facts={type(entry).__name__: entry.facts(front) for entry in ENTRIES},
         places=client.host.limiter.places,
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -283,7 +265,7 @@ class Box:
 
     def __init__(self) -> None:
         self.running: dict[str, Mailbox] = {}
-        self.beginning: set[str] = set()  # requests being taken in that were not aborted
+        self.beginning: dict[str, Mailbox] = {}  # of requests being taken in that were not aborted
         self.called = time.monotonic()  # time of the fleet's last call
         self._pending: dict[str, News] = {}
         self._lock = threading.Lock()

@@ -9,103 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, get_args
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from rekindle._src.capabilities.guides.request import GrammarLike, after
-from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities import ENTRIES
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
-from rekindle._src.core.extensions import Guidance
-from rekindle._src.core.records import GuideReport, Mask, NewGuide, Pooling, Request, ResumeState, TokenEvent
+from rekindle._src.core.records import Request, ResumeState, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.sharing import PageAddress
 from rekindle._src.replicas.routing import Role
-from rekindle._src.structured.reasoning import ReasoningRules
-from rekindle._src.structured.spec import Spec
-from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.session.session import Session
 
 
-class RemoteGuide:
-    """A placeholder for a guide: its description, and the tokens that it must consume first."""
-
-    ended: bool = False
-    spent: float = 0.0
-    ahead: tuple[int, ...] = ()
-
-    def __init__(
-        self, spec: Spec | None, eos_ids: Collection[int], rules: ReasoningRules | None, budget: int | None
-    ) -> None:
-        self.spec = spec  # None: the answer is free
-        self.eos_ids, self.rules, self.budget = tuple(eos_ids), rules, budget
-        self.covered: list[int] = []
-        self.consumed: int = 0
-
-    def fill(self, mask: Mask) -> str:
-        raise AssertionError("a guide was asked in a process that runs no steps")
-
-    def consume(self, token: int) -> GuideReport:
-        """Note a token of the prompt that belongs to the structured text."""
-        self.covered.append(token)
-        return GuideReport()
-
-    def copy(self) -> RemoteGuide:
-        """Return the placeholder of another sequence."""
-        clone = RemoteGuide(self.spec, self.eos_ids, self.rules, self.budget)
-        clone.covered, clone.consumed, clone.ended = [*self.covered], self.consumed, self.ended
-        return clone
-
-    def build(self, grammar: GrammarLike | None, reasoning_guide: Callable[[ReasoningRules], NewGuide]) -> NewGuide:
-        """Return the guide itself, advanced past the covered tokens. Raise `InvalidRequest` if they don't match."""
-        if grammar is None:
-            assert self.rules is not None, "it guides something"
-            return reasoning_guide(self.rules)
-        guide = grammar.guide(self.eos_ids, self.rules, self.budget)
-        return after(guide, self.covered, grammar.spec.kind, list)
-
-
-class RemoteGrammar:
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
-
-    def guide(
-        self, eos_ids: Collection[int], rules: ReasoningRules | None = None, budget: int | None = None
-    ) -> RemoteGuide:
-        return RemoteGuide(self.spec, eos_ids, rules, budget)
-
-
-class RemoteGrammars:
-    """A placeholder for `Grammars`. It accepts every spec; an invalid one is refused where it is compiled."""
-
-    def find(self, spec: Spec) -> RemoteGrammar:
-        return RemoteGrammar(spec)
-
-    def reasoning_guide(self, rules: ReasoningRules) -> RemoteGuide:
-        return RemoteGuide(None, (), rules, None)
-
-    def begin(self, spec: Spec, caller: str = "") -> NoReturn:
-        raise AssertionError("every grammar was found")
-
-    def leave(self, job: object) -> None:
-        """Do nothing: nothing is compiled here."""
-
-    def compile(self, spec: Spec, *, patience: float | None = None) -> RemoteGrammar:
-        return RemoteGrammar(spec)
-
-    def close(self) -> None:
-        """Do nothing: nothing is compiled here."""
-
-
-# The fields of `Sampling` for the structure of a text: its guide has the same in a form that can be sent.
-STRUCTURE = frozenset(("schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible"))
-_TRAVELS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name not in STRUCTURE)
+# Fields of `Sampling` that stay in the fleet's process: capabilities have the same in a form that can be sent.
+STAY = frozenset[str]().union(*(entry.own_options for entry in ENTRIES))
+_TRAVELS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name not in STAY)
+_BY_NAME = {entry.name: entry for entry in ENTRIES if entry.name}
 _TOKEN = np.dtype("<i4")
 
 
@@ -130,9 +56,8 @@ class ReplicaInfo(NamedTuple):
     longest: int | None
     sampling: Sampling | None
     chat_sampling: Sampling | None
-    think_ids: tuple[int, int] | None
     processors: tuple[str, ...]
-    steering: tuple[str, ...]  # names of changes inside the model
+    facts: Mapping[str, object]  # of capabilities, by their classes' names
     places: int  # sequences that it has room for
     pid: int
     host: str
@@ -211,60 +136,39 @@ class ReplicaGone(Exception):
     """The process of a replica is gone, or does not answer."""
 
 
-class ReceivedRequest(NamedTuple):
-    """A request as a replica decodes it. Its guide, if any, is built from the description that comes with it."""
-
-    request: Request
-    guide: RemoteGuide | None
-
-
 def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool = False) -> RequestMessage:
     """Encode a request. Raise if one of its values can't be sent."""
-    sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
+    sampling, resumed = request.sampling, request.resumed
     options = {name: getattr(sampling, name) for name in _TRAVELS}
     for extension in request.extensions.values():
         options |= extension.elsewhere
-    pooling = request.extensions.get(PromptPooling)
+    parts = {entry.name: part for entry in ENTRIES if (part := entry.sent(request)) is not None}
     fields: dict[str, Any] = {
         "sampling": options | {"logit_bias": list(sampling.logit_bias.items())},
         "stop_ids": sorted(request.stop_ids),
         "eos_ids": sorted(request.eos_ids),
-        "pooling": None if pooling is None else pooling.kind,
         "prompt": request.prompt_length,
         "caller": request.caller,
         "scored": None if resumed is None else resumed.scored,
+        "extensions": {name: part.fields for name, part in parts.items()},
     }
-    if guide is not None:
-        fields["guide"] = {
-            "spec": None if guide.spec is None else dataclasses.asdict(guide.spec),
-            "eos_ids": sorted(guide.eos_ids),
-            "rules": None if guide.rules is None else guide.rules.values(),
-            "budget": guide.budget,
-            "covered": guide.covered,
-        }
     generated = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
     tokens = np.asarray(request.token_ids, _TOKEN).tobytes() + generated
-    return RequestMessage(request.id, json.dumps(fields), tokens, pages, own_call or guide is not None)
+    return RequestMessage(
+        request.id, json.dumps(fields), tokens, pages, own_call or any(part.slow for part in parts.values())
+    )
 
 
-def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
-    """Decode a request. Raise `InvalidRequest` if it is malformed."""
+def decode(sent: RequestMessage, vocab_size: int) -> Request:
+    """Decode a request, with extensions for its intake there. Raise `InvalidRequest` if it is malformed."""
     try:
         fields = json.loads(sent.fields)
-        tokens, length, guide = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"], None
+        tokens, length = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"]
         if not 0 < length <= len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(f"it has no prompt, or token ids beyond {vocab_size - 1}")
-        if (pooling := fields["pooling"]) is not None and pooling not in get_args(Pooling):
-            raise ValueError(f"it pools by {pooling!r}")
-        if (description := fields.get("guide")) is not None:
-            rules = None if description["rules"] is None else ReasoningRules.read(description["rules"])
-            spec = None if description["spec"] is None else Spec(**description["spec"])
-            if spec is None and rules is None:
-                raise ValueError("its guide has nothing to guide")
-            guide = RemoteGuide(spec, description["eos_ids"], rules, description["budget"])
-            guide.covered = list(description["covered"])
+        extensions = [_BY_NAME[name].received(part) for name, part in fields["extensions"].items()]
         options = fields["sampling"]
-        request = Request(
+        return Request(
             id=sent.id,
             token_ids=tokens[:length],
             sampling=Sampling(**options | {"logit_bias": dict(options["logit_bias"])}),
@@ -273,19 +177,9 @@ def decode(sent: RequestMessage, vocab_size: int) -> ReceivedRequest:
             group=sent.id,
             resumed=None if fields["scored"] is None else ResumeState(tokens[length:], fields["scored"]),
             caller=str(fields["caller"]),
-            extensions=NONE if pooling is None else Extensions(PromptPooling(pooling)),
+            extensions=Extensions(*extensions) if extensions else NONE,
         )
-    except (TypeError, ValueError, LookupError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
         if isinstance(error, InvalidRequest):
             raise
         raise InvalidRequest("request", sent.id, f"can't be read: {error}", "Use one version everywhere") from error
-    return ReceivedRequest(request, guide)
-
-
-def _remote(request: Request) -> RemoteGuide | None:
-    guidance = request.extensions.get(Guidance)
-    guide = None if guidance is None else guidance.guide
-    if isinstance(guide, RestrictedGuide):  # its rules follow from the options, and are built where it runs
-        guide = guide.inner
-    assert guide is None or isinstance(guide, RemoteGuide), "a fleet compiles no grammars"
-    return guide

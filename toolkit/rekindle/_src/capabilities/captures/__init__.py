@@ -9,6 +9,8 @@ from rekindle._src.capabilities.entry import CapabilityEntry
 
 if TYPE_CHECKING:
     from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
+    from rekindle._src.core.contracts import TokenizerLike
+    from rekindle._src.dispatch.backend import Front, Services
     from rekindle._src.dispatch.capability import Capability
 
 
@@ -24,3 +26,14 @@ class CapturesEntry(CapabilityEntry):
         from rekindle._src.capabilities.captures.plan import CapturesPlan
 
         return CapturesPlan(tuple(arguments.taps), arguments.steering)
+
+    def facts(self, front: Front) -> tuple[str, ...]:
+        from rekindle._src.capabilities.captures.request import steering_of
+
+        return steering_of(front)
+
+    def remote(self, facts: tuple[str, ...], tokenizer: TokenizerLike) -> Services:
+        from rekindle._src.capabilities.captures.request import TAPS
+        from rekindle._src.capabilities.captures.tapped import TapFacts
+
+        return {TAPS: TapFacts.of_another_process(facts)}

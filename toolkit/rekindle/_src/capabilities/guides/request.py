@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
+from rekindle._src.capabilities.guides.remote import RemoteGuide, SentGuide
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
@@ -76,18 +77,23 @@ class StructureIntake(Capability["GrammarLike | None"]):
 
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if the grammar has to be compiled."""
+        if SentGuide in submission.extensions:
+            return True
         text, grammars = submission.extensions.get(StructuredText), GRAMMARS.of(front)
         return text is not None and grammars is not None and grammars.find(text.structure.spec) is None
 
     async def resource(self, submission: Submission, front: Front) -> GrammarLike | None:
         """Return the compiled grammar. Raises as `compiled_grammar` does."""
-        text = submission.extensions.get(StructuredText)
-        if text is None:
+        text, sent = submission.extensions.get(StructuredText), submission.extensions.get(SentGuide)
+        if text is None and sent is None:
             return None
-        spec: Spec = text.structure.spec
+        spec: Spec | None = text.structure.spec if text is not None else None if sent is None else sent.remote.spec
         grammars = GRAMMARS.of(front)
         if grammars is None:
-            raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+            field, value = ("reasoning_budget", None) if spec is None else (spec.kind, spec.text)
+            raise InvalidRequest(field, value, "needs a model with a tokenizer", "Open one with tokenizer.json")
+        if spec is None:
+            return None
         mailbox = submission.mailbox
         caller = submission.caller or submission.sampling.salt or ""
         return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
@@ -96,6 +102,8 @@ class StructureIntake(Capability["GrammarLike | None"]):
         self, submission: Submission, token_ids: IntArray, front: Front, resource: GrammarLike | None
     ) -> Guidance | None:
         sampling, given = submission.sampling, submission.extensions.get(Guidance)
+        if (sent := submission.extensions.get(SentGuide)) is not None:
+            given, resource = Guidance(_built(sent.remote, resource, front)), None
         budget = submission.extensions.get(ReasoningBudget)
         if resource is None and budget is None and not sampling.restricted:
             return given
@@ -121,6 +129,9 @@ class StructureIntake(Capability["GrammarLike | None"]):
 
             guide = RestrictedGuide(rules, guide)
         return None if guide is None else Guidance(guide)
+
+    def slow(self, submission: Submission) -> bool:
+        return SentGuide in submission.extensions or submission.sampling.restricted
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         if Guidance not in request.extensions:
@@ -178,10 +189,21 @@ def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front
     text = submission.extensions.get(StructuredText)
     base = len(ids) - (0 if text is None else text.covered)
     guide = grammar.guide(front.eos_ids(sampling), reasoning_rules(submission, ids, front), budget)
-    return after(guide, ids[base:].tolist(), grammar.spec.kind, front.tokenizer.decode)
+    return _after(guide, ids[base:].tolist(), grammar.spec.kind, front.tokenizer.decode)
 
 
-def after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> NewGuide:
+def _built(remote: RemoteGuide, grammar: GrammarLike | None, front: Front) -> NewGuide:
+    """Return the guide of a description, after its covered tokens. Raise `InvalidRequest` if they don't match."""
+    if grammar is None:
+        grammars = GRAMMARS.of(front)
+        assert grammars is not None, "`resource` has asked for them"
+        assert remote.rules is not None, "it guides something"
+        return grammars.reasoning_guide(remote.rules)
+    guide = grammar.guide(remote.eos_ids, remote.rules, remote.budget)
+    return _after(guide, remote.covered, grammar.spec.kind, list)
+
+
+def _after(guide: NewGuide, covered: list[int], kind: str, shown: Callable[[list[int]], object]) -> NewGuide:
     """Return a new guide advanced past the `covered` tokens of its prompt; see `GrammarLike.guide`.
 
     Raises `InvalidRequest`, with the `kind` of structure and the `shown` tokens, if they don't follow the structure. If
