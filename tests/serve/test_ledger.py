@@ -331,6 +331,35 @@ def test_parsing_takes_no_more_than_what_is_counted_for_it(what: str) -> None:
 
 
 @pytest.mark.anyio
+async def test_tokens_and_texts_that_a_client_has_yet_to_read_are_counted(session: Session) -> None:
+    """A character may be four tokens, and a client has a minute to read them: 280 MB a request were counted nowhere."""
+    app = make_app(session, request_memory=MIB)
+    text = "a" * 100_000
+    refused = await post(app, "/tokenize", {"prompt": text})
+    assert refused.status == 413 and "half of --request-memory" in refused.json()["error"]["message"]
+    ids = (await post(app, "/tokenize", {"prompt": text[:50_000], "return_token_strs": True})).json()
+    assert ids["count"] == 50_000 and ids["tokens"] == [ids["tokens"][0]] * 50_000 and {*ids["token_strs"]} == {"a"}
+    assert (await post(app, "/detokenize", {"tokens": ids["tokens"][:2_000]})).json() == {"prompt": "a" * 2_000}
+    assert not app.state.rekindle.ledger.held
+
+
+def test_a_column_is_built_as_it_is_written() -> None:
+    made = list[int]()
+
+    def make(part: range) -> list[int]:
+        made.append(len(part))
+        return [*part]
+
+    written = bodies.pieces({"count": 3_000, "all": bodies.Column(range(3_000), make), "none": []})
+    first = ""
+    while not made:
+        first += next(written)
+    assert made == [1_024]
+    assert json.loads(first + "".join(written)) == {"count": 3_000, "all": [*range(3_000)], "none": []}
+    assert made == [1_024, 1_024, 952] and "".join(bodies.pieces(bodies.Column([], list))) == "[]"
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_log_probabilities_are_counted_while_they_are_made(session: Session, stream: bool) -> None:
     """A request of 1,024 answers with twenty of them a token made 6.9 GB, which nothing counted."""

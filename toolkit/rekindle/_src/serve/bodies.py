@@ -175,9 +175,26 @@ class Entries:
         return map(self.make, self.values)
 
 
+class Column:
+    """A long JSON array of plain values, which `make` builds when they are written, some of `values` at a time."""
+
+    __slots__ = ("make", "values")
+
+    def __init__(self, values: Any, make: Callable[[Any], list[Any]]) -> None:
+        self.values, self.make = values, make
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return (self.make(self.values[start : start + _MANY]) for start in range(0, len(self.values), _MANY))
+
+
 def pieces(value: Any) -> Iterator[str]:
-    """Yield compact JSON of a value with `Entries` in it, in short pieces."""
+    """Yield compact JSON of a value with `Entries` or a `Column` in it, in short pieces."""
     match value:
+        case Column():
+            yield "["
+            for index, part in enumerate(value):
+                yield ("," if index else "") + dumps(part)[1:-1]
+            yield "]"
         case Entries():
             yield "["
             for index, entry in enumerate(value):
@@ -202,7 +219,7 @@ def pieces(value: Any) -> Iterator[str]:
 
 
 def _is_large(value: Any) -> bool:
-    return isinstance(value, Entries | dict) or (isinstance(value, list | tuple) and len(value) > _MANY)
+    return isinstance(value, Entries | Column | dict) or (isinstance(value, list | tuple) and len(value) > _MANY)
 
 
 async def paced(parts: Iterator[str]) -> AsyncIterator[str]:

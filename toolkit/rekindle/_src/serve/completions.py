@@ -218,6 +218,7 @@ async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
                 vectors += list(await call)
                 tokens += call.usage.prompt_tokens
                 active.started()
+                exchange.account.hold(results=sum(vector.nbytes for vector in vectors))
 
     def entry(numbered: tuple[int, Any]) -> dict[str, Any]:
         return {"object": "embedding", "index": numbered[0], "embedding": _shape(numbered[1], fields)}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import Any
 
 import anyio.to_thread
+import numpy as np
 
+from rekindle._src.core.records import IntArray
 from rekindle._src.core.version import VERSION
-from rekindle._src.serve.bodies import Receive, header
+from rekindle._src.serve.bodies import Column, Receive, header
 from rekindle._src.serve.chat import encode_chat, plain_messages, template_options
 from rekindle._src.serve.content import RequestContent
 from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
@@ -80,15 +83,27 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     messages = await content.messages(lambda read: plain_messages(fields.pop("messages", ()), read))
     await content.fetch()
 
+    def spellings(part: IntArray) -> list[str]:
+        return [tokenizer.token(id_) for id_ in part.tolist()]
+
     def answer() -> dict[str, Any]:
         if "prompt" in fields:
             special = fields.get("add_special_tokens", True)
             ids = encode_text(session, fields["prompt"], add_special_tokens=special, param="prompt")
         else:
             ids = encode_chat(session, messages, options, special=fields.get("add_special_tokens", False))
-        strings = [tokenizer.token(id_) for id_ in ids] if fields.get("return_token_strs") else None
+        # A character outside of ASCII may be four tokens, and a client may take a minute to read them: they stay as
+        # an array, and what they are written as is made piece by piece.
+        tokens = np.asarray(ids, np.int32)
+        exchange.account.hold(results=tokens.nbytes)
+        strings = Column(tokens, spellings) if fields.get("return_token_strs") else None
         limit = session.config.max_model_len
-        return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
+        return {
+            "count": len(tokens),
+            "max_model_len": limit,
+            "tokens": Column(tokens, lambda part: part.tolist()),
+            "token_strs": strings,
+        }
 
     await exchange.reply(await exchange.run_in_turn(answer))
 
@@ -103,7 +118,9 @@ async def detokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
         fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
         raise wrong("tokens", unknown, "is not a token id of this model", fix)
     decode = partial(session.tokenizer.decode, fields["tokens"], skip_special_tokens=False)
-    await exchange.reply({"prompt": await exchange.run(decode)})
+    text = await exchange.run(decode)
+    exchange.account.hold(results=sys.getsizeof(text))  # of a token that is a hundred spaces, too
+    await exchange.reply({"prompt": text})
 
 
 async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:

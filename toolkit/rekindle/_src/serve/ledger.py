@@ -75,7 +75,8 @@ class ByteLedger:
 
 
 class Account:
-    """The bytes that one request holds: `body` as it arrives, `parsed` values, `pictures` as files, `results`.
+    """The bytes that one request holds: `body` as it arrives, `parsed` values, `pictures` as files, and `results`,
+    which stay until the client has read them.
 
     As a context manager, it holds nothing more from the end of its block on.
     """
