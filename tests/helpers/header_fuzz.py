@@ -143,6 +143,7 @@ def main(file: Path, first: int, count: int, folder: Path) -> None:
     os.environ |= {"JAX_PLATFORMS": "cpu", "REKINDLE_CACHE": str(folder / "cache")}
     from rekindle._src.models.loading.checkpoint import describe, load
     from rekindle._src.models.loading.gguf.header import forget_headers
+    from rekindle._src.models.loading.kept_weights import WeightForm
     from rekindle._src.text.chat import ChatTemplate
     from rekindle._src.text.generation_config import defaults_of
     from rekindle._src.text.tokenizer import Tokenizer
@@ -150,7 +151,10 @@ def main(file: Path, first: int, count: int, folder: Path) -> None:
 
     def opened(path: Path, *, weights: bool) -> str:
         """Do what opening a file does until its programs are made."""
-        (load if weights else describe)(path, dtype="bfloat16")
+        if weights:
+            load(path, dtype="bfloat16")
+        else:
+            describe(path, WeightForm("bfloat16"))
         tokenizer = Tokenizer.load(path)
         ids = tokenizer.encode("Once upon a time, 3 + 4 was 7.")
         tokenizer.decode(ids)
@@ -168,7 +172,7 @@ def main(file: Path, first: int, count: int, folder: Path) -> None:
     path = folder / "model.gguf"
     path.write_bytes(header)
     os.truncate(path, size)
-    assert opened(path, weights=True) == "loads", "the file itself"
+    assert opened(path, weights=False) == opened(path, weights=True) == "loads", "the file itself"
     forget_headers()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))

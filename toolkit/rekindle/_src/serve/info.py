@@ -22,6 +22,7 @@ from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle.errors import ConfigError
 
+_AT_ONCE = 1 << 16  # ids that become an array at once
 MOST_IDS = 1 << 18  # that are decoded at once, unless the context has room for more
 _MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
@@ -94,7 +95,9 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
             ids = encode_chat(session, messages, options, special=fields.get("add_special_tokens", False))
         # A character outside of ASCII may be four tokens, and a client may take a minute to read them: they stay as
         # an array, and what they are written as is made piece by piece.
-        tokens = np.asarray(ids, np.int32)
+        tokens = np.empty(len(ids), np.int32)
+        for start in range(0, len(ids), _AT_ONCE):  # other threads run in between
+            tokens[start : start + _AT_ONCE] = ids[start : start + _AT_ONCE]
         exchange.account.hold(results=tokens.nbytes)
         strings = Column(tokens, spellings) if fields.get("return_token_strs") else None
         limit = session.config.max_model_len
