@@ -18,7 +18,7 @@ from rekindle._src.programs.user_functions import LogitsProcessor
 
 def parts_of(config: EngineConfig, *, taps: Sequence[Tap] = ()) -> tuple[ProgramAddition, ...]:
     """Return the parts of all capabilities, in a session with these options."""
-    arguments = OpenArguments(config, taps=tuple(taps))
+    arguments = OpenArguments(config, {"taps": tuple(taps)})
     return tuple(part for entry in ENTRIES if (part := entry.plan(arguments)) is not None)
 
 

@@ -34,7 +34,7 @@ def plan(
     steering: Mapping[str, Any] = MappingProxyType({}),
     **options: Any,
 ) -> Blueprint:
-    request = OpenRequest(model, EngineConfig(**OPTIONS | options), taps=taps, steering=steering)
+    request = OpenRequest(model, EngineConfig(**OPTIONS | options), additions={"taps": taps, "steering": steering})
     return blueprint(request, source_of(request))
 
 

@@ -19,6 +19,7 @@ from rekindle._src.capabilities.replies import RepliesEntry
 from rekindle._src.capabilities.scores import ScoresEntry
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.additions import Additions, CheckedAdditions
     from rekindle._src.dispatch.capabilities import Capabilities
 
 # Of several capabilities that refuse a request, the first one's error is told. Namespaces of cached pages have the
@@ -42,3 +43,19 @@ def capabilities_of() -> Capabilities:
     from rekindle._src.dispatch.capabilities import Capabilities  # with the engine, in a thread of the session's
 
     return Capabilities(*[capability for entry in ENTRIES for capability in entry.intake()])
+
+
+def checked(additions: Additions) -> CheckedAdditions:
+    """Return the arguments of `open` that belong to capabilities, as far as they are checked without JAX."""
+    merged: CheckedAdditions = {}
+    for entry in ENTRIES:
+        merged |= entry.checked(additions)
+    return merged
+
+
+def complete(additions: CheckedAdditions) -> CheckedAdditions:
+    """Return the same arguments, checked in full on the session's thread. Raise ConfigError."""
+    merged: CheckedAdditions = {**additions}
+    for entry in ENTRIES:
+        merged |= entry.complete(additions)
+    return merged

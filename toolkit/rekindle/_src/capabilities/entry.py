@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.additions import Additions, CheckedAdditions
     from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
     from rekindle._src.core.contracts import TokenizerLike
     from rekindle._src.core.extension import Extension, SentExtension
@@ -29,6 +30,19 @@ class CapabilityEntry:
     def plan(self, arguments: OpenArguments) -> CapabilityPlan | None:
         """Return its plan for an opening; None if it plans nothing. Raise typed errors for damaged files."""
         return None
+
+    # Its arguments of `open`.
+
+    def checked(self, additions: Additions) -> CheckedAdditions:
+        """Return its own among the arguments of `open`, as far as they are checked without JAX. Raise ConfigError."""
+        return {}
+
+    def complete(self, additions: CheckedAdditions) -> CheckedAdditions:
+        """Return its own arguments, checked in full on the session's thread. Raise ConfigError."""
+        return {}
+
+    def refuse_processes(self, additions: CheckedAdditions) -> None:
+        """Raise ConfigError for arguments that need a model in one process."""
 
     # Of requests that run in another process than the one that takes them in.
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from rekindle._src.capabilities.additions import NO_ADDITIONS, CheckedAdditions
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch.backend import NO_SERVICES, Services
 from rekindle._src.kvcache.page_data import PageData
@@ -14,8 +14,6 @@ from rekindle._src.programs.plan import ProgramAddition, ProgramPlan
 from rekindle._src.scheduling.admission import DeviceRoom
 
 if TYPE_CHECKING:
-    from rekindle._src.capabilities.captures.custom import Tap
-    from rekindle._src.core.taps import Steer
     from rekindle._src.models.loading.checkpoint import CheckpointPlan
     from rekindle._src.text.tokenizer import Tokenizer
 
@@ -24,10 +22,7 @@ class OpenArguments(NamedTuple):
     """The arguments of `open` that capabilities plan with."""
 
     config: EngineConfig  # as the model completes it, and not resolved
-    taps: Sequence[Tap] = ()
-    steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})
-    adapters: Mapping[str, object] = MappingProxyType({})  # sources by name
-    merge: object = None  # an adapter that is added to the weights
+    additions: CheckedAdditions = NO_ADDITIONS
     checkpoint: CheckpointPlan | None = None  # None for a model in memory
 
 

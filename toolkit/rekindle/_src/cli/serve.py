@@ -12,7 +12,8 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.cli.usage import engine_options, paths_by_name
+from rekindle._src.cli import usage
+from rekindle._src.cli.usage import engine_options
 from rekindle._src.replicas.fleet import Fleet, fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
@@ -24,7 +25,7 @@ from rekindle.errors import MissingExtra, RekindleError
 class _FleetOpening:
     """A fleet that is being opened, and loads adapters before it takes requests."""
 
-    def __init__(self, opening: Awaitable[Fleet], adapters: Mapping[str, str]) -> None:
+    def __init__(self, opening: Awaitable[Fleet], adapters: Mapping[str, object]) -> None:
         self._opening, self._adapters = opening, adapters
 
     def __await__(self) -> Generator[Any, Any, Fleet]:
@@ -74,16 +75,16 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
     listening_socket = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode} if arguments.prefill is not None else None
-    adapters = paths_by_name("--adapter", arguments.adapter, "folder")
-    steering = paths_by_name("--steering", arguments.steering, "file")
+    additions: Any = usage.additions(arguments)
     openings: dict[str, Any] = {}
     for name, model in models.items():
         if arguments.replicas is None and roles is None:
-            openings[name] = open(model, adapters=adapters, steering=steering, **options)
+            openings[name] = open(model, **additions, **options)
         else:
             sizes = {"replicas": arguments.replicas, "roles": roles, "router": arguments.router}
-            openings[name] = _FleetOpening(fleet(model, steering=steering, **sizes, **options), adapters)
-        adapters, steering = {}, {}  # they belong to the first model
+            adapters = additions.pop("adapters", None) or {}  # which replicas load once they are open
+            openings[name] = _FleetOpening(fleet(model, **additions, **sizes, **options), adapters)
+        additions = {}  # they belong to the first model
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -6,13 +6,16 @@ import argparse
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.names import checked_name, nearest
 from rekindle._src.core.options import Flag, Option, Place, Real, Size, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.capabilities.additions import Additions
 
 Check = Callable[[argparse.Namespace], object]
 WRONG_USAGE: Final = 2
@@ -225,6 +228,14 @@ def add_additions(command: Parser) -> None:
         "changes inside the first model that requests may name, safetensors of vectors; several times for several"
     )
     command.add("--steering", steering, metavar="NAME=FILE", **several)
+
+
+def additions(arguments: argparse.Namespace) -> Additions:
+    """Return the first model's additions."""
+    return {
+        "adapters": paths_by_name("--adapter", arguments.adapter, "folder"),
+        "steering": paths_by_name("--steering", arguments.steering, "file"),
+    }
 
 
 # Checks: each raises a RekindleError.

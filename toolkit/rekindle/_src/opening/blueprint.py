@@ -153,9 +153,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
             f"its own. Open that model, with drafts={source.name!r}."
         )
     options, placement = source.placed(request.config)
-    arguments = OpenArguments(
-        options, request.taps, request.steering, request.adapters, request.merge, source.checkpoint
-    )
+    arguments = OpenArguments(options, request.additions, source.checkpoint)
     capabilities = tuple(one for entry in ENTRIES if (one := entry.plan(arguments)) is not None)
     drafts = source.drafts
     trunk = trunk_of(graph, drafts.pages)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rekindle._src.capabilities import complete
 from rekindle._src.core.memory import check_address_space, gc_paused
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.threads import capture_contexts
@@ -33,14 +34,13 @@ def open_front(request: OpenRequest, import_caller: Callable[[], object]) -> Fro
             if first:
                 ahead = begin(request)
             import_caller()  # before JAX: its library is loaded meanwhile
-            from rekindle._src.capabilities.captures.custom import check_taps
             from rekindle._src.opening.build import build
             from rekindle._src.programs.user_functions import check_processors
 
-            processors, taps = check_processors(request.processors), check_taps(request.taps)
+            processors, additions = check_processors(request.processors), complete(request.additions)
             contexts = capture_contexts()
             front = build(
-                dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead)
+                dataclasses.replace(request, processors=processors, additions=additions, contexts=contexts, ahead=ahead)
             )
             _opened.append(True)
             log.info("opened %s", request.shown.times())

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.capabilities import checked
+from rekindle._src.capabilities.additions import Additions, CheckedAdditions
 from rekindle._src.core.activity import State, in_notebook
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.names import checked_name
-from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.threads import Contexts
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.capabilities.captures.custom import Tap
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.kept_weights import MappedWeights
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
@@ -95,10 +94,7 @@ class OpenRequest:
     model: str | Path | LoadedModel
     config: EngineConfig
     processors: Sequence[LogitsProcessor] = ()
-    taps: Sequence[Tap] = ()
-    steering: Mapping[str, tuple[Steer, ...]] = dataclasses.field(default_factory=dict)  # changes that have a name
-    adapters: Mapping[str, object] = dataclasses.field(default_factory=dict)  # sources by name
-    merge: object = None  # an adapter that is added to the weights
+    additions: CheckedAdditions = dataclasses.field(default_factory=CheckedAdditions)  # of capabilities
     progress: Report | None = None
     contexts: Contexts = contextlib.nullcontext
     given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
@@ -112,10 +108,7 @@ class OpenRequest:
         config: EngineConfig,
         *,
         processors: object,
-        taps: object,
-        steering: object,
-        adapters: object,
-        merge: object,
+        additions: Additions,
         progress: Report | None,
         given_up: Callable[[], bool],
     ) -> OpenRequest:
@@ -123,11 +116,8 @@ class OpenRequest:
         return cls(
             model,
             config,
-            _listed("processors", processors, "LogitsProcessor"),
-            _listed("taps", taps, "Tap"),
-            named_changes(steering),
-            _named(adapters),
-            merge,
+            _listed(processors),
+            checked(additions),
             progress,
             given_up=given_up,
             shown=OpeningProgress(model),
@@ -155,41 +145,10 @@ def precompiles(option: str) -> str:
     return "background" if in_notebook() else "lazy"
 
 
-def _listed(name: str, entries: object, kind: str) -> tuple[Any, ...]:
-    if entries is None:
+def _listed(processors: object) -> tuple[Any, ...]:
+    if processors is None:
         return ()
-    if not isinstance(entries, Iterable):
-        fix = f"Pass a list of rekindle.{kind}(function, name='…')"
-        raise ConfigError(name, entries, "is not a list", fix)
-    return tuple(entries)
-
-
-def named_changes(steering: object) -> dict[str, tuple[Steer, ...]]:
-    """Return the changes of each name. Raise ConfigError for anything else."""
-    if steering is None:
-        return {}
-    fix = 'Pass {"name": rekindle.Steer(layer=…, vector=…)}'
-    if not isinstance(steering, Mapping):
-        raise ConfigError("steering", steering, "does not map names to changes", fix)
-    named = {}
-    for name, entry in steering.items():
-        if isinstance(entry, str | Path):
-            from rekindle._src.capabilities.captures.files import (
-                read_changes,  # numpy's, which `import rekindle` does without
-            )
-
-            changes = read_changes(entry)
-        else:
-            changes = tuple(entry) if isinstance(entry, Sequence) else (entry,)
-        if not (isinstance(name, str) and name and changes and all(isinstance(change, Steer) for change in changes)):
-            raise ConfigError("steering", {name: entry}, "is not a name with a Steer, a list of them, or a file", fix)
-        named[name] = changes
-    return named
-
-
-def _named(adapters: object) -> dict[str, object]:
-    if adapters is None:
-        return {}
-    if not isinstance(adapters, Mapping):
-        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
-    return {checked_name("adapters", name): source for name, source in adapters.items()}
+    if not isinstance(processors, Iterable):
+        fix = "Pass a list of rekindle.LogitsProcessor(function, name='…')"
+        raise ConfigError("processors", processors, "is not a list", fix)
+    return tuple(processors)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rekindle._src.capabilities import ENTRIES
 from rekindle._src.opening.blueprint import Blueprint
 from rekindle._src.opening.open_request import OpenRequest, precompiles
 from rekindle._src.opening.source import CheckpointSource, ModelSource
@@ -37,14 +38,12 @@ def gather(request: OpenRequest) -> OtherProcesses:
             "is in this process only, and others share it",
             "Pass a folder or hub id that all of them can read",
         )
-    for option, entries in (("processors", request.processors), ("taps", request.taps)):
-        if entries:
-            names = [entry.name for entry in entries]
-            problem = "are functions of this process, which others can't call"
-            raise ConfigError(option, names, problem, "Leave them out, or use a mesh")
-    if request.steering:
-        problem = "needs a model in one process"
-        raise ConfigError("steering", list(request.steering), problem, "Leave it out, or use a mesh")
+    if request.processors:
+        names = [processor.name for processor in request.processors]
+        problem = "are functions of this process, which others can't call"
+        raise ConfigError("processors", names, problem, "Leave them out, or use a mesh")
+    for entry in ENTRIES:
+        entry.refuse_processes(request.additions)
     assert config.coordinator is not None, "checked with the config"
 
     def waiting(joined: int) -> None:

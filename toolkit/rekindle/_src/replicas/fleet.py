@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.handle import Handle
-from rekindle._src.capabilities import ENTRIES, capabilities_of
+from rekindle._src.capabilities import ENTRIES, capabilities_of, checked
 from rekindle._src.capabilities.adapters.request import ADAPTERS
+from rekindle._src.capabilities.additions import SharedAdditions, split
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.names import checked_name, checked_path
@@ -24,7 +25,6 @@ from rekindle._src.dispatch.backend import Front, SessionService
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
-from rekindle._src.opening.open_request import named_changes
 from rekindle._src.replicas.adapters import FleetAdapters
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, FleetParts
@@ -39,7 +39,6 @@ from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from rekindle._src.core.taps import Steer
     from rekindle._src.notebook.dashboard import FleetDashboard
 
 
@@ -282,7 +281,11 @@ def _seconds(name: str, value: float) -> float:
     return float(value)
 
 
-@takes_options(EngineConfig)
+class FleetOptions(SharedAdditions, OpenOptions, total=False):
+    """Keyword options of `fleet`: of its sessions, and arguments of capabilities that other processes can take."""
+
+
+@takes_options(EngineConfig, also=SharedAdditions)
 def fleet(
     model: str | Path = "tiny",
     *,
@@ -290,8 +293,7 @@ def fleet(
     router: RouterName = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, object] | None = None,
-    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    **options: Unpack[OpenOptions],
+    **options: Unpack[FleetOptions],
 ) -> FleetOpening:
     """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
 
@@ -314,10 +316,9 @@ def fleet(
     parts_of, size = roles_and_range(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
-    check_options(options)
-    named = named_changes(steering)
-    sent = {**options, "steering": named} if named else options
-    return fleet_of(str(model), router, parts_of, resources, sent, size)
+    additions, others = split(options, SharedAdditions)
+    check_options(others)
+    return fleet_of(str(model), router, parts_of, resources, {**others, **checked(additions)}, size)
 
 
 def roles_and_range(

@@ -9,18 +9,18 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.calls.call import Call
 from rekindle._src.capabilities import capabilities_of
+from rekindle._src.capabilities.additions import Additions, split
 from rekindle._src.core.activity import Activity, in_notebook
 from rekindle._src.core.cell_errors import explain_cell_errors
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
-from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.threads import capture_contexts
@@ -30,7 +30,6 @@ from rekindle.errors import ConfigError
 from rekindle_kernels.private_files import KINDS
 
 if TYPE_CHECKING:
-    from rekindle._src.capabilities.captures.custom import Tap
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
     from rekindle._src.programs.user_functions import LogitsProcessor
@@ -39,6 +38,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("rekindle.cache")
 OTHER_MEMORY = 4 << 30  # bytes that a cache folder is meant to hold in addition to pages and snapshots
 LOOK_AFTER = 2.0  # seconds after a session has opened: its first text comes before a look at the size of the cache
+
+
+class SessionOptions(Additions, OpenOptions, total=False):
+    """Keyword options of `open`: of the session, and the arguments of capabilities."""
 
 
 class Opening(Call["Session"]):
@@ -98,17 +101,13 @@ class Opening(Call["Session"]):
             await self._session.aclose()
 
 
-@takes_options(EngineConfig)
+@takes_options(EngineConfig, also=Additions)
 def open(
     model: str | Path | LoadedModel = "tiny",
     *,
     processors: Sequence[LogitsProcessor] | None = None,
-    taps: Sequence[Tap] | None = None,
-    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, object] | None = None,
-    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
-    **options: Unpack[OpenOptions],
+    **options: Unpack[SessionOptions],
 ) -> Opening:
     """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
@@ -127,14 +126,12 @@ def open(
     note_opening()  # before an event loop is asked for anything
     explain_cell_errors()
     given_up = threading.Event()
+    additions, others = split(options)
     request = OpenRequest.of(
         model,
-        EngineConfig.of(options),
+        EngineConfig.of(others),
         processors=processors,
-        taps=taps,
-        steering=steering,
-        adapters=adapters,
-        merge=merge,
+        additions=additions,
         progress=progress,
         given_up=given_up.is_set,
     )
@@ -143,26 +140,18 @@ def open(
     return Opening(build, Activity(request.shown.look, quiet=request.config.quiet, at_once=first), given_up)
 
 
-@takes_options(EngineConfig)
+@takes_options(EngineConfig, also=Additions)
 def open_sync(
     model: str | Path | LoadedModel = "tiny",
     *,
     processors: Sequence[LogitsProcessor] | None = None,
-    taps: Sequence[Tap] | None = None,
-    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
-    adapters: Mapping[str, object] | None = None,
-    merge: object = None,
     progress: Callable[[LoadProgress], None] | None = None,
-    **options: Unpack[OpenOptions],
+    **options: Unpack[SessionOptions],
 ) -> Session:
     """Open a model in code without an event loop: `with rekindle.open_sync(model) as session`. See `open`."""
     return open(
         model,
         processors=processors,
-        taps=taps,
-        steering=steering,
-        adapters=adapters,
-        merge=merge,
         progress=progress,
         **options,
     ).result_sync()

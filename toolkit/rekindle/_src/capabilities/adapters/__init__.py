@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rekindle._src.capabilities.entry import CapabilityEntry
+from rekindle._src.core.names import checked_name
+from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rekindle._src.capabilities.additions import Additions, CheckedAdditions
     from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
     from rekindle._src.dispatch.capability import Capability
 
@@ -23,4 +26,18 @@ class AdaptersEntry(CapabilityEntry):
     def plan(self, arguments: OpenArguments) -> CapabilityPlan:
         from rekindle._src.capabilities.adapters.plan import AdaptersPlan
 
-        return AdaptersPlan(arguments.adapters, arguments.merge)
+        return AdaptersPlan(arguments.additions.get("adapters", {}), arguments.additions.get("merge"))
+
+    def checked(self, additions: Additions) -> CheckedAdditions:
+        own: CheckedAdditions = {}
+        if (adapters := additions.get("adapters")) is not None:
+            own["adapters"] = _named(adapters)
+        if (merge := additions.get("merge")) is not None:
+            own["merge"] = merge
+        return own
+
+
+def _named(adapters: object) -> dict[str, object]:
+    if not isinstance(adapters, Mapping):
+        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
+    return {checked_name("adapters", name): source for name, source in adapters.items()}

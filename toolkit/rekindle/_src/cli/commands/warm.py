@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rekindle._src.cli import usage
-from rekindle._src.cli.usage import Parser, engine_options, paths_by_name
+from rekindle._src.cli.usage import Parser, engine_options
 from rekindle._src.core.config import EngineConfig
 from rekindle.errors import ConfigError
 
@@ -36,8 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
 
     No weights are read, neither of the model nor of adapters, since programs depend only on their shapes.
     """
+    from rekindle._src.capabilities import checked
     from rekindle._src.opening.blueprint import blueprint
-    from rekindle._src.opening.open_request import OpenRequest, named_changes
+    from rekindle._src.opening.open_request import OpenRequest
     from rekindle._src.opening.source import source_of
     from rekindle._src.programs.programs import Programs
     from rekindle._src.programs.warming import warm
@@ -49,9 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--processes", config.processes, "can't be warmed by one of them", fix)
     if arguments.device_kind is not None:
         _check_kind(arguments.device_kind)
-    adapters = paths_by_name("--adapter", arguments.adapter, "folder")
-    steering = named_changes(paths_by_name("--steering", arguments.steering, "file"))
-    request = OpenRequest(arguments.model, config, steering=steering, adapters=adapters)
+    request = OpenRequest(arguments.model, config, additions=checked(usage.additions(arguments)))
     plan = blueprint(request, source_of(request))
     programs = Programs.open(plan.programs)
     start = time.perf_counter()
