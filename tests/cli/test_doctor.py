@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -90,6 +91,22 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         assert re.search(
             r"prefetching .*\(16 bits.*: (none|\d+ KiB ahead into cache level [12])[;)]", details["native kernels"]
         )
+
+
+@pytest.mark.parametrize(
+    "raw", [{"model_type": "x\x1b[31m", "architectures": ["\x1b]52;c;cHdu\x07"]}, {"model_type": "\x1b[2J"}]
+)
+def test_a_checkpoint_can_not_steer_the_terminal(
+    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error may repeat what a config.json says: OSC 52 sets the clipboard."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    header = b"{}"
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert main(["doctor", "--model", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "model_type=" in shown and "\x1b" not in shown and "\x07" not in shown
 
 
 def test_kernels_that_a_variable_turns_off_have_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:

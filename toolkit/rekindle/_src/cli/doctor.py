@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from rekindle._src.bench.plan import (
     stored_model,
 )
 from rekindle._src.cli import report
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.memory import available, fits, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         in_header = arguments.report and check.status == "pass" and check.title in report.IN_HEADER
         if not (arguments.json or in_header):
             fix = f"\n      fix: {check.fix}" if check.fix else ""
-            print(f"{check.status:4}  {check.title}: {check.detail}{fix}")
+            print(for_stream(f"{check.status:4}  {check.title}: {check.detail}{fix}", sys.stdout))
     if arguments.json:
         print(json.dumps([check._asdict() for check in checks], indent=1))
     return int(failed)

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from rekindle._src.cli import cache
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.core import words
 from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.hub import EMBEDDED, download
@@ -99,4 +100,4 @@ def _print(models: list[LocalModel]) -> None:
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(4)]
     for name, family, size, precision, note in rows:
         cells = f"{name:{widths[0]}}  {family:{widths[1]}}  {size:>{widths[2]}}  {precision:{widths[3]}}"
-        print(f"{cells}  {note}")
+        print(for_stream(f"{cells}  {note}", sys.stdout))  # the note may quote the model's files

@@ -13,6 +13,7 @@ from typing import Any
 import anyio
 
 from rekindle._src.cli import usage
+from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.usage import engine_options
 from rekindle._src.replicas.fleet import Fleet, fleet
 from rekindle._src.serve.app import app
@@ -131,5 +132,6 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
             if served.session is not None:
                 served.session.close()
     for failure in failures:
-        print(f"rekindle: {failure if isinstance(failure, RekindleError) else repr(failure)}", file=sys.stderr)
+        words = str(failure) if isinstance(failure, RekindleError) else repr(failure)
+        print(for_stream(f"rekindle: {words}", sys.stderr), file=sys.stderr)
     return 1 if failures else 0

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.core.names import printable
 from rekindle._src.models import drafters, families
 from rekindle._src.models.config import ModelConfig, PictureSpec
 from rekindle._src.models.loading.manifest import Manifest
@@ -74,7 +75,8 @@ def _letters(name: str) -> str:
 def config_from_hf(raw: Mapping[str, object]) -> ModelConfig:
     """Return the `ModelConfig` of a parsed config.json. Raise `UnsupportedModel` for anything not implemented."""
     architectures = raw.get("architectures")
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = printable(first, 80) if isinstance(first, str) else "?"
     entry = family(raw.get("model_type"), f" (architecture {architecture})")
     from rekindle._src.models.hf_config import (  # a start that finds everything kept needs neither
         MAX_EXPERTS,
