@@ -235,6 +235,16 @@ def test_strings_of_any_length_are_found(strings: list[str], window: int, repeat
     assert [texts[at] for at in range(len(strings))] == strings
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_a_file_that_ends_within_an_array_of_strings_is_refused(place: int, file: Path) -> None:
+    """Wherever the array begins, and whatever is left: a part of a word of the search for strings, too."""
+    strings = b"".join(text(f"string {at}") for at in range(4))
+    for left in range(12):
+        array = pair("k" * (place + 1), ARRAY, struct.pack("<IQ", STRING, 5) + strings + b"x" * left)
+        with pytest.raises(CheckpointError):
+            read(file, gguf_files.raw(pairs=[array]).rstrip(b"\0"))
+
+
 def test_a_caller_says_how_long_a_header_it_reads(file: Path) -> None:
     content = gguf_files.raw(pairs=[pair("a.name", STRING, text("x" * 4096))])
     assert read(file, content).metadata.text("a.name") == "x" * 4096

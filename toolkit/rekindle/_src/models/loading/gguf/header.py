@@ -181,6 +181,8 @@ class Cursor:
         """
         first = self.position
         window = np.frombuffer(self._buffer, np.uint8, min(_WINDOW, self._fill_some(_WINDOW)), first)
+        if len(window) < 8:  # the file ends here
+            return np.empty(0, np.int64)
         # Of the seven zeros in the length of a short string, four are an aligned word; up to three follow it.
         aligned = -first % 4
         words = np.frombuffer(self._buffer, "<u4", max(0, len(window) - aligned - 4) // 4, first + aligned)
