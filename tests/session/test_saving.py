@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import rekindle
+from helpers.sessions import eventually
 from helpers.small import MODEL, OPTIONS, prompt
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.writer import CacheWriter
+from rekindle.errors import SessionClosed
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -35,6 +40,27 @@ def test_the_list_is_written_before_programs_are_made(tmp_path: Path, monkeypatc
         assert not found, "nothing restores what has no pages"
         session.generate_sync(prompt(0, 40), max_tokens=1)
         assert found == [] and [session.save("mine").result_sync().pages] == found != [0]
+
+
+@pytest.mark.anyio
+async def test_a_save_that_is_asked_for_as_the_session_closes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found the session open, and the writer's thread gone: nobody answered it."""
+    submit = CacheWriter.submit
+
+    def late(self: CacheWriter, job: Callable[[], Any]) -> Any:
+        monkeypatch.setattr(CacheWriter, "submit", submit)
+        closing = threading.Thread(target=session.close)
+        closing.start()
+        closing.join(60)
+        eventually(lambda: "rekindle cache writer" not in {thread.name for thread in threading.enumerate()})
+        return submit(self, job)
+
+    with opened(tmp_path) as session:
+        monkeypatch.setattr(CacheWriter, "submit", late)
+        with anyio.fail_after(60), pytest.raises(SessionClosed):
+            await session.save("mine")
 
 
 def test_pages_of_a_snapshot_that_are_gone_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -172,7 +172,8 @@ class CacheWriter:
         self.saved_bytes: int = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
+        self._starting = threading.Lock()  # held while the thread starts or ends, or a job is queued
+        self._over = False  # the thread takes no more jobs
         self._at_work = threading.Lock()  # held during a job, and while something is saved in the background
         self._leaving = False  # the interpreter exits: nothing more is saved in the background
         self._stopped = False
@@ -197,10 +198,14 @@ class CacheWriter:
         return self.tiers is not None and self.tiers.finds_stored and self.tiers.has_disk_pages
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run `job` in the writer's thread, after those before it. Returns at once."""
+        """Run `job` in the writer's thread, after those before it. Returns at once. Fails if the thread has ended."""
         reply: Future[T] = Future()
-        self._start()
-        self._jobs.put((job, reply))
+        with self._starting:
+            if self._over:
+                reply.set_exception(self._loop.refusal())
+                return reply
+            self._start()
+            self._jobs.put((job, reply))
         return reply
 
     def check_save(self, name: str) -> None:
@@ -234,11 +239,10 @@ class CacheWriter:
     # -- the thread
 
     def _start(self) -> None:
-        with self._starting:
-            if self._thread is None:
-                _rest_at_exit(self)
-                self._thread = threading.Thread(target=self._work, name="rekindle cache writer", daemon=True)
-                self._thread.start()
+        if self._thread is None:
+            _rest_at_exit(self)
+            self._thread = threading.Thread(target=self._work, name="rekindle cache writer", daemon=True)
+            self._thread.start()
 
     def _work(self) -> None:
         while not (self._stopped or self._loop.is_over):
@@ -250,6 +254,8 @@ class CacheWriter:
                 continue
             with self._at_work:
                 self._do(job, reply)
+        with self._starting:
+            self._over = True  # a job queued later would never be answered
         while not self._jobs.empty():
             self._jobs.get()[1].set_exception(self._loop.refusal())
 
