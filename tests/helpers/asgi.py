@@ -95,7 +95,7 @@ async def get(app: Any, path: str, **options: Any) -> Answer:
     return await send(app, "GET", path, **options)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
     """Wait until something has happened in another task or thread."""
     with anyio.fail_after(seconds):
         while not condition():  # noqa: ASYNC110 (what it waits for has no event)

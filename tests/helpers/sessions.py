@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import anyio
 import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -98,6 +99,26 @@ def fake_front(config: EngineConfig = CONFIG, **options: Any) -> Front:
     return Front(engine, tokenizer, real_detokenizer(tokenizer), config, EOS + 1, model="fake")
 
 
+def engine_of(session: Session) -> Any:
+    """The engine of a session: its scheduler, its device, and its runner, of which a fake one remembers all plans."""
+    return session._engine
+
+
+def writer_of(session: Session) -> Any:
+    """The writer of a session's cache, which has the tiers of host memory and disk."""
+    return session._cache_writer
+
+
+def front_of(session: Session) -> Any:
+    """What a session knows of its model: the tokenizer, the template of chats, the capabilities."""
+    return session._front
+
+
+def change_front(session: Session, **changes: Any) -> None:
+    """Give a session another template of chats, or another name, than it was opened with."""
+    session._front = session._front._replace(**changes)
+
+
 @contextmanager
 def opened(config: EngineConfig = CONFIG, **options: Any) -> Iterator[Session]:
     """A session that has to be whole again afterwards: no live request, every page back, no thread left."""
@@ -136,9 +157,35 @@ def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> None:
         time.sleep(0.005)
 
 
+def hold_steps(session: Session) -> threading.Event:
+    """Let no step of a session over fakes end before the event is set."""
+    gate: threading.Event = threading.Event()
+    engine_of(session).runner.gate = gate
+    return gate
+
+
+async def cancel_once(ready: Callable[[], object], call: Callable[[], Awaitable[object]]) -> None:
+    """Await a call in a task that is cancelled as soon as `ready()`, which the call must not outrun."""
+
+    async def wait() -> None:
+        await call()
+        raise AssertionError("it ended before it was cancelled")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(wait)
+        while not ready():  # noqa: ASYNC110 (other threads decide)
+            await anyio.sleep(0.001)
+        group.cancel_scope.cancel()
+
+
+def listener_of(server: Any) -> Any:
+    """The listener of a server: its connections, and the answers that are on their way."""
+    return server._listener
+
+
 async def comes_to_rest(server: Any) -> None:
     """Wait until a server has no exchange, connection or queued token left."""
-    listener = server._listener
+    listener = listener_of(server)
     await asyncio.to_thread(eventually, lambda: not listener.life.active, 60.0)
     await asyncio.to_thread(eventually, lambda: listener.connections.count == 0, 60.0)
     assert listener.life.queued_tokens == 0

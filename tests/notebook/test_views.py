@@ -14,7 +14,7 @@ import pytest
 from helpers.chatting import saying
 from helpers.fakes import EchoModel
 from helpers.replies import tool
-from helpers.sessions import CONFIG, eventually, opened
+from helpers.sessions import CONFIG, eventually, front_of, opened
 from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
@@ -270,7 +270,7 @@ class TestChat:
     def test_it_goes_on(self, view: ChatView) -> None:
         view.send("hello")
         assert view.answering
-        view._handle.result_sync()
+        view.handle.result_sync()
         view.send("more")
         assert [message["role"] for message in view.messages] == ["user", "assistant", "user"]
         assert len(view.messages[1]["content"]) == 20
@@ -278,22 +278,22 @@ class TestChat:
 
     def test_stopping_keeps_what_was_said(self, view: ChatView) -> None:
         view.send("hello")
-        eventually(lambda: len(view._handle.token_ids) > 2)
+        eventually(lambda: len(view.handle.token_ids) > 2)
         view.halt()
         view.send("more")
         assert 2 < len(view.messages[1]["content"]) < 20
 
     def test_an_answer_that_was_cut_says_so_and_goes_on(self, view: ChatView, slow: Session) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         eventually(lambda: "cut at 20 tokens" in view.picture)
         eventually(lambda: 'data-press="continue" data-at="1"' in view.picture)
         act(view, "continue", 1)
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer == slow.generate_sync("hello", max_tokens=40).text
         eventually(lambda: "cut at 40 tokens" in view.picture)
         view.fork(30, "XY")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer.startswith(slow.generate_sync("hello", max_tokens=30).text + "XY")
         view.send("more")
         assert 'data-press="continue"' not in view.draw()
@@ -301,7 +301,7 @@ class TestChat:
         eventually(lambda: "stopped after" in view.picture)
         said = view.answer
         press(view, "continue")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer.startswith(said)
         assert len(view.answer_ids) > len(said)
 
@@ -313,7 +313,7 @@ class TestChat:
             view = session.view.chat(max_tokens=200)
             try:
                 view.send("again and again and again and again and ")
-                view._handle.result_sync()
+                view.handle.result_sync()
                 eventually(lambda: ">repeats itself: the same " in view.picture)
             finally:
                 view.stop()
@@ -323,7 +323,7 @@ class TestChat:
         most = slow.config.max_model_len
         view._options["max_tokens"] = most
         view.send("h" * (most - 10))
-        view._handle.result_sync()
+        view.handle.result_sync()
         eventually(lambda: f"the context of {most:,} tokens is full" in view.picture)
         assert "Edit takes the last message back" in view.picture
         assert not view.can_continue
@@ -352,10 +352,10 @@ class TestChat:
 
     def test_answering_again_and_editing(self, view: ChatView) -> None:
         view.send("hello")
-        first = view._handle
+        first = view.handle
         view.again()
         eventually(lambda: first.status is Status.ABORTED)
-        assert view._handle is not first
+        assert view.handle is not first
         view.edit()
         assert view.messages == []
         assert view.widget.value("say") == "hello"
@@ -367,7 +367,7 @@ class TestChat:
         monkeypatch.setattr(view._changed, "wait", waited.append)
         for answer in (lambda: view.send("hello"), view.again):
             answer()
-            view._handle.result_sync()
+            view.handle.result_sync()
             view.wait()
             assert waited == [], "it ended between two pictures"
             view.wait()
@@ -384,9 +384,9 @@ class TestChat:
 
     def test_a_fork_keeps_the_beginning(self, view: ChatView) -> None:
         view.send("hello")
-        before = view._handle.result_sync()
+        before = view.handle.result_sync()
         view.fork(5, "XY")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer.startswith(before.text[:5] + "XY")
         assert len(view.answer_ids) == 20, "max_tokens counts the whole answer"
         said = view.answer
@@ -395,56 +395,56 @@ class TestChat:
 
     def test_a_fork_goes_on_as_the_model_would(self, view: ChatView, slow: Session) -> None:
         view.send("hello")
-        before = view._handle.result_sync()
+        before = view.handle.result_sync()
         view.fork(5, "XY")
-        forked = view._handle.result_sync()
+        forked = view.handle.result_sync()
         alone = slow.generate_sync("hello" + before.text[:5] + "XY", max_tokens=13)
         assert forked.token_ids == alone.token_ids
 
     def test_a_fork_of_a_fork_keeps_both_beginnings(self, view: ChatView) -> None:
         view.send("hello")
-        before = view._handle.result_sync().text
+        before = view.handle.result_sync().text
         view.fork(5, "XY")
-        view._handle.result_sync()
+        view.handle.result_sync()
         after = view.answer
         view.fork(10, "Z")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer.startswith(after[:10] + "Z")
         view.fork(3)
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer[:3] == before[:3]
         assert len(view.answer) == 20
 
     @pytest.mark.parametrize("at", [-1, 21])
     def test_a_fork_outside_of_the_answer_is_refused(self, view: ChatView, at: int) -> None:
         view.send("hello")
-        said = view._handle.result_sync().text
+        said = view.handle.result_sync().text
         with pytest.raises(InvalidRequest, match=rf"at={at}: .*20 tokens.* Use 0 to 20"):
             view.fork(at, "XY")
         assert view.answer == said
 
     def test_a_click_marks_a_token_and_the_button_forks_there(self, view: ChatView) -> None:
         view.send("hello")
-        before = view._handle.result_sync().text
+        before = view.handle.result_sync().text
         assert 'data-token="7"' in view.draw()
         click(view, 7)
         assert "fork" in names(view)
         assert view.draw().count("aria-current") == 1
         view.widget.fill("instead", "Q")
         press(view, "fork")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view.answer.startswith(before[:7] + "Q")
         assert all(control["name"] != "fork" for control in view.widget.controls)
 
     def test_a_mark_can_be_taken_back(self, view: ChatView) -> None:
         view.send("hello")
-        first = view._handle
+        first = view.handle
         first.result_sync()
         click(view, 7)
         press(view, "keep")
         press(view, "fork")  # its button is gone, but its message may be on the way
         click(view, 700)
-        assert view._handle is first
+        assert view.handle is first
         assert view._marked is None
 
     def test_one_button_sends_or_stops(self, view: ChatView) -> None:
@@ -458,17 +458,17 @@ class TestChat:
 
     def test_what_is_edited_or_answered_again_stays_as_another_version(self, view: ChatView) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         first = view.answer
         view.send("more")
-        view._handle.result_sync()
+        view.handle.result_sync()
         second = view.answer
         assert "‹" not in view.draw()
         act(view, "edit", 0)
         assert view.messages == [] and view.widget.value("say") == "hello"
         assert "1 earlier version of this message" in view.draw()
         view.send("you")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert "<span>2/2</span>" in view.draw()
         act(view, "earlier", 0)
         assert [message["content"] for message in view._whole()] == ["hello", first, "more", second]
@@ -483,7 +483,7 @@ class TestChat:
         eventually(lambda: len(view.answer_ids) > 2)
         assert "<span>2/2</span>" in view.draw().rpartition("data-said")[2]
         act(view, "earlier", 1)
-        assert view._handle.done and len(view.answer_ids) == 20
+        assert view.handle.done and len(view.answer_ids) == 20
         for wrong in (("earlier", 7), ("edit", 1), ("edit", -1), ("again", 0), ("again", 9), ("nothing", 0)):
             act(view, *wrong)
         assert len(view.messages) == 1 and len(view.answer_ids) == 20
@@ -491,23 +491,23 @@ class TestChat:
     def test_an_earlier_answer_is_made_again_and_what_followed_stays(self, view: ChatView) -> None:
         for text in ("hello", "more"):
             view.send(text)
-            view._handle.result_sync()
+            view.handle.result_sync()
         before = view._whole()
         act(view, "again", 1)
         assert len(view.messages) == 1
         eventually(lambda: len(view.answer_ids) > 0)
         view.fork(0, "XY")
-        view._handle.result_sync()
+        view.handle.result_sync()
         act(view, "earlier", 1)  # the one that the fork has left
         act(view, "earlier", 1)
         assert view._whole() == before
 
     def test_a_fork_keeps_the_answer_that_it_leaves(self, view: ChatView) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         before = view.answer
         view.fork(5, "XY")
-        view._handle.result_sync()
+        view.handle.result_sync()
         forked = view.answer
         act(view, "earlier", 1)
         assert view.answer == before
@@ -516,7 +516,7 @@ class TestChat:
 
     def test_a_marked_token_shows_what_could_stand_there(self, view: ChatView, slow: Session) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert view._choices(7) == []
         click(view, 7)
         eventually(lambda: 'data-row="use"' in view.picture)
@@ -531,7 +531,7 @@ class TestChat:
     def test_an_answer_with_logprobs_knows_what_could_stand_there(self, slow: Session, view: ChatView) -> None:
         view._options["logprobs"] = 3
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         click(view, 7)
         chosen = slow.tokenizer.decode([view.answer_ids[7]])
         assert view._peek is None, "nothing is asked"
@@ -551,7 +551,7 @@ class TestChat:
 
     def test_a_quiet_line_says_who_how_fast_and_why(self, view: ChatView) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         view.refresh()
         quiet = view.picture.rpartition('class="rekindle-acts"')[2]
         assert re.search(r"fake · first token after [\d.]+ m?s, then [\d,]+ tokens/s · cut at 20 tokens", quiet)
@@ -584,7 +584,7 @@ class TestChat:
 
     def test_what_is_saved_has_no_buttons_and_no_scripts(self, view: ChatView) -> None:
         view.send("hello")
-        view._handle.result_sync()
+        view.handle.result_sync()
         made = view.draw()
         assert 'data-press="copy"' in made and 'role="log"' in made and 'aria-label="You"' in made
         for live in ("<button", "<script", "onclick", "tabindex"):
@@ -603,7 +603,7 @@ class TestChat:
         for content in (None, {}, {"event": 3}, {"event": "press", "name": "draw"}, {"event": "token", "value": "x"}):
             view.widget._handle_custom_msg(content, [])
         view.send("<script>alert(1)</script>")
-        view._handle.result_sync()
+        view.handle.result_sync()
         assert "<script" not in view.draw()
 
     def test_settings_are_for_the_next_answer(self, view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -689,7 +689,7 @@ class TestChat:
             view = session.view.chat(max_tokens=400, tools=[tool("weather", city="string")])
             try:
                 view.send("What is the weather?")
-                view._handle.result_sync()
+                view.handle.result_sync()
                 made = view.draw()
                 for raw in ("&lt;tool_call", "&lt;think"):  # in the tokens that can be clicked, and nowhere else
                     assert raw not in made.partition("tokens: click one")[0]
@@ -701,22 +701,22 @@ class TestChat:
                 assert view.messages[1]["content"] == said, "the model reads what it wrote"
                 assert "weather(city=" in made.partition("And now?")[0]
                 assert "&lt;tool_call" not in made.partition("And now?")[0]
-                view._handle.result_sync()
+                view.handle.result_sync()
                 view.fork(3, "x")
-                view._handle.result_sync()
+                view.handle.result_sync()
                 assert "data-token" in view.draw(), "a fork shows its text"
             finally:
                 view.stop()
                 view.join(60)
 
     def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
-        before = view.pictures
+        before, began = view.pictures, time.monotonic()
         time.sleep(1.0)
-        assert view.pictures - before <= 4, "twice a second"
+        assert view.pictures - before <= 2 + 2 * (time.monotonic() - began), "twice a second"
 
 
 def test_a_chat_without_a_template_is_refused_before_somebody_types(session: Session) -> None:
-    assert session._front.chat is None
+    assert front_of(session).chat is None
     for make in (session.view.chat, session.conversation):
         with pytest.raises(InvalidRequest, match=r"model='fake': has no chat template.*generate\(prompt\).*template="):
             make()
@@ -730,16 +730,16 @@ def test_reasoning_stays_reasoning_when_an_answer_goes_on() -> None:
         view = session.view.chat(max_tokens=text.index("it"))
         try:
             view.send("x")
-            view._handle.result_sync()
+            view.handle.result_sync()
             assert view.stopped == f"cut at {text.index('it')} tokens"
             view.continue_answer(max_tokens=100)
-            view._handle.result_sync()
+            view.handle.result_sync()
             reply = view._last.reply
             assert reply is not None
             assert (reply.reasoning, reply.content, view.answer) == ("so it is", "It is", text)
             assert "&lt;think" not in view.draw().partition("tokens: click one")[0]
             view.fork(text.index("is"), "is")
-            view._handle.result_sync()
+            view.handle.result_sync()
             assert view.answer == text
         finally:
             view.stop()

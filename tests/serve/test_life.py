@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from helpers.asgi import Answer, get, post, until
-from helpers.sessions import CONFIG
+from helpers.sessions import CONFIG, hold_steps
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.serve.models import ServedSession
@@ -128,8 +128,8 @@ async def test_requests_that_a_proxy_traces_by_one_header_all_run(slow: Session)
     served = app(slow)
     answers: list[Answer] = []
 
-    async def ask() -> None:
-        body = {**LONG, "max_tokens": 20}
+    async def ask(tokens: int = 20) -> None:
+        body = {**LONG, "max_tokens": tokens}
         answers.append(await post(served, "/v1/completions", body, headers={"x-request-id": "trace-1"}))
 
     async with anyio.create_task_group() as group:
@@ -139,7 +139,7 @@ async def test_requests_that_a_proxy_traces_by_one_header_all_run(slow: Session)
     assert {answer.headers["x-request-id"] for answer in answers} == {"trace-1"}
     async with anyio.create_task_group() as group:
         for _ in range(2):
-            group.start_soon(ask)
+            group.start_soon(ask, 400)
         await until(lambda: slow.stats().running == 2)
         assert (await post(served, "/abort", {"request_id": "trace-1"})).json() == {"aborted": ["trace-1"]}
     assert [answer.status for answer in answers[3:]] == [499, 499]
@@ -160,8 +160,11 @@ async def test_a_full_queue_is_429_with_retry_after(crowded: Session) -> None:
         answers.append(await post(served, "/v1/completions", {**LONG, "max_tokens": 20}))
 
     async with anyio.create_task_group() as group:
+        go_on = hold_steps(crowded)
         for _ in range(5):
             group.start_soon(ask)
+        await until(lambda: len(answers) == 3)
+        go_on.set()
     assert sorted(answer.status for answer in answers) == [200, 200, 429, 429, 429]
     refused = next(answer for answer in answers if answer.status == 429)
     assert refused.error["type"] == "rate_limit_error" and int(refused.headers["retry-after"]) >= 1
@@ -181,8 +184,11 @@ async def test_too_many_waiting_tokens_are_429_but_one_long_prompt_is_not(slow: 
         statuses.append((await post(served, "/v1/completions", {"prompt": prompt, "max_tokens": 2})).status)
 
     async with anyio.create_task_group() as group:
+        go_on = hold_steps(slow)
         for _ in range(3):
             group.start_soon(ask)
+        await until(lambda: len(statuses) == 2)
+        go_on.set()
     assert sorted(statuses) == [200, 429, 429]
     assert served.state.rekindle.life.queued_tokens == 0
 
@@ -309,14 +315,21 @@ async def test_a_stream_that_waits_sends_comments(crowded: Session) -> None:
     served = app(crowded)
     served.state.rekindle.heartbeat = 0.05
     answers: list[Answer] = []
+    go_on = hold_steps(crowded)
 
-    async def ask() -> None:
-        answers.append(await post(served, "/v1/completions", {**LONG, "max_tokens": 50, "stream": True}))
+    def look(answer: Answer) -> bool:
+        if answer.body.count(b": waiting") >= 3:
+            go_on.set()
+        return False
+
+    async def ask(**options: Any) -> None:
+        body = {**LONG, "max_tokens": 50, "stream": True}
+        answers.append(await post(served, "/v1/completions", body, **options))
 
     async with anyio.create_task_group() as group:
         group.start_soon(ask)
         await until(lambda: crowded.stats().running == 1)
-        group.start_soon(ask)
+        group.start_soon(lambda: ask(leave=look))
     first, second = answers
     assert second.body.startswith(b": waiting\n\n") and second.body.count(b": waiting") >= 3
     assert len(second.events) == len(first.events) == 51

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.fakes import FakeModel
 from helpers.scheduling import NoReserve
-from helpers.sessions import CONFIG, opened, wait_until_idle
+from helpers.sessions import CONFIG, engine_of, opened, wait_until_idle
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls.embedding import EmbeddingProgress
@@ -45,7 +45,7 @@ async def test_preemption_starts_a_sum_again() -> None:
     config = dataclasses.replace(CONFIG, max_tokens_per_step=16)
     texts = ["a text of more than one step, " * 6 + str(number) for number in range(8)]
     with opened(config, num_pages=60) as session:
-        session._engine.scheduler._admission.reserve = NoReserve()  # type: ignore[attr-defined]
+        engine_of(session).scheduler._admission.reserve = NoReserve()
         handles = [session.submit(f"{number} is a number", max_tokens=200) for number in range(6)]
         vectors = await session.embed(texts, normalize=False)
         for handle in handles:
@@ -59,7 +59,7 @@ async def test_a_cancelled_list_leaves_nothing(slow: Session) -> None:
     with anyio.move_on_after(0.05) as scope:
         await slow.embed(["a long text " * 30] * 200)
     assert scope.cancelled_caught
-    call = slow.embed(["a long text " * 30] * 20)
+    call = slow.embed(["a long text " * 30] * 200)
     async with anyio.create_task_group() as group:
 
         async def cancelled() -> None:

@@ -92,12 +92,23 @@ async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
 
 
 @anyio_test
-async def test_a_request_can_be_cancelled_while_its_grammar_compiles(session: Session, slowly: None) -> None:
+async def test_a_request_can_be_cancelled_while_its_grammar_compiles(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text_of, begun, compiled = Compilers._text_after_trial, threading.Event(), threading.Event()
+
+    def tried(self: Compilers[Any], *arguments: Any) -> str:
+        begun.set()
+        assert compiled.wait(60)
+        return text_of(self, *arguments)
+
+    monkeypatch.setattr(Compilers, "_text_after_trial", tried)
     handle = session.submit("x", regex="[0-9]{4}")
-    await anyio.sleep(0.05)
+    assert await anyio.to_thread.run_sync(begun.wait, 60)
     handle.cancel()
     with pytest.raises(RequestAborted):
         await handle
+    compiled.set()
 
 
 @anyio_test
