@@ -12,7 +12,7 @@ import pytest
 import rekindle
 from helpers import picture_models
 from helpers.fakes import EchoModel
-from helpers.sessions import CONFIG, byte_tokenizer, parts
+from helpers.sessions import CONFIG, byte_tokenizer, change_front, parts
 from rekindle import Session, tiny
 from rekindle._src.calls.conversation import Turn
 from rekindle._src.cli import chat
@@ -85,7 +85,7 @@ def test_the_conversation_is_kept_when_nothing_may_be_dropped(
 def test_a_model_that_can_not_chat_says_so_before_a_word_is_typed(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session._front = session._front._replace(chat=None)
+    change_front(session, chat=None)
     prompts = said(monkeypatch, "hello")
     assert main(["chat"]) == 1
     assert "template" in capsys.readouterr().err

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from helpers.fakes import make_request
-from helpers.sessions import CONFIG, eventually, opened, parts
+from helpers.sessions import CONFIG, engine_of, eventually, opened, parts
 from rekindle._src.core.records import StepPlan, StepResult
 from rekindle._src.dispatch.engine import StepWatchdog
 
@@ -141,7 +141,7 @@ def test_idle_time_counts_only_while_somebody_wants_a_step() -> None:
 
 def test_requests_that_follow_each_other_leave_no_idle_time_behind() -> None:
     with opened() as session:
-        runner = session._engine.runner
+        runner = engine_of(session).runner
         fetch, last = runner.fetch, [time.perf_counter()]
 
         def noted(flight: object) -> StepResult:

@@ -52,7 +52,7 @@ async def test_lesson_16_whoever_waits_for_a_place_is_served_and_the_session_nev
             nonlocal most
             for i in range(40):
                 handle = await session.admit(f"{producer} {i}", max_tokens=1)
-                most = max(most, session._host.limiter.inside)
+                most = max(most, session.stats().live)
                 await handle
 
         async with anyio.create_task_group() as group:

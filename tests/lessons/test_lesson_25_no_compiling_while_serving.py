@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.counting import COMPILING, compiled_by_jax, counts
+from helpers.sessions import engine_of
 from helpers.small import CONTEXT, LEAST, PAGE, VOCAB, opening, plain, prompt
 from rekindle import Session
 
@@ -79,7 +80,7 @@ async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_opti
     want = plain(prompt(0, 5), 4)  # compiled before it counts
     async with opening(processors=[LEAST], host_memory=1 << 20) as session:
         warm = counts(session)
-        names = {bucket.name for bucket in session._engine.runner.programs.lattice}  # type: ignore[attr-defined]
+        names = {bucket.name for bucket in engine_of(session).runner.programs.lattice}
         with compiled_by_jax() as events:
             for _ in range(4):  # on a busy machine rows may end before a prompt meets them
                 await whole_lattice(session)

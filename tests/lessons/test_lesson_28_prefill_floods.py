@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import FakeRunner
-from helpers.sessions import CONFIG, expected, opened
+from helpers.sessions import CONFIG, engine_of, expected, opened
 from helpers.small import CONTEXT, OPTIONS, opening, plain, prompt
 from rekindle._src.session.stats import StepReport
 
@@ -31,7 +31,7 @@ async def test_lesson_28_every_step_of_a_flood_carries_every_row_that_decodes() 
             while not all(handle.done for handle in first):
                 reports.append(await session.step())
             left = [handle for handle in late if not handle.done]
-        most = session._engine.scheduler.limits.max_beside_decode
+        most = engine_of(session).scheduler.limits.max_beside_decode
         for ids, handle in zip(talking + flood, first + late, strict=True):
             done = await handle
             assert done.token_ids == plain(ids, len(done.token_ids))
@@ -57,7 +57,7 @@ async def test_lesson_28_nobody_misses_a_step_while_the_loop_runs_freely() -> No
         assert list((await talker).token_ids) == expected("a short one", max_tokens=100)
         for handle in flood:
             await handle
-        runner = session._engine.runner
+        runner = engine_of(session).runner
         assert isinstance(runner, FakeRunner)
         rows = [{row.request.id for row in plan.decode} for plan in runner.plans]
     mine = [at for at, ids in enumerate(rows) if talker.id in ids]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from helpers.sessions import opened
+from helpers.sessions import engine_of, opened
 from rekindle import Session
 from rekindle._src.notebook import Dashboard
 
@@ -52,7 +52,7 @@ def streamed(session: Session, dashboard: Dashboard, pictures: int) -> None:
         dashboard.refresh()
         view.join(60)
         assert len(view.handle.token_ids) == ANSWER
-    session._engine.runner.plans.clear()  # type: ignore[attr-defined]  # what the fake remembers
+    engine_of(session).runner.plans.clear()  # what the fake remembers
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")

@@ -114,7 +114,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
                 "stream = session.view.stream('what', max_tokens=480)\nstream",
                 "tree = session.view.tree(); tree",
                 "chat.send('hello **you**')\nchat._handle.result_sync()\nchat.send('and <you>?')\n"
-                "chat._handle.result_sync()\ntree.refresh()\ntime.sleep(4)\nsaid = chat.answer\nprint(said)",
+                "chat.handle.result_sync()\ntree.refresh()\ntime.sleep(4)\nsaid = chat.answer\nprint(said)",
                 "os.kill(os.getpid(), signal.SIGKILL)",
             )
         ]
@@ -150,7 +150,7 @@ def test_a_new_kernel_takes_the_conversation_up(killed: tuple[Any, str]) -> None
         FIRST,
         f"chat = session.view.chat(restore={named[1]!r}, max_tokens=20); chat",
         "for message in chat.messages: print(message['role'], message['content'])",
-        "chat.send('more'); chat._handle.result_sync(); print([message['role'] for message in chat.messages])",
+        "chat.send('more'); chat.handle.result_sync(); print([message['role'] for message in chat.messages])",
         "print(session.view.chat(restore='auto').name == chat.name)",
         REKINDLE_CACHE=cache,
     )

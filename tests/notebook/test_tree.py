@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.bounds import Within
-from helpers.sessions import CONFIG, opened
+from helpers.sessions import CONFIG, engine_of, opened
 from rekindle import NodeView, Session
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.views.icicle import _pieces, ago, icicle, rows, strength
@@ -235,7 +235,7 @@ def test_a_salts_node_is_not_pinned_by_its_text_alone(session: Session) -> None:
 
 
 def grown(session: Session, texts: int, pages: int) -> None:
-    cache: Any = session._engine.scheduler.cache
+    cache: Any = engine_of(session).scheduler.cache
     random = np.random.default_rng(0)
     for index in range(texts):
         shared = np.full(SIZE, index % 10, np.int32)

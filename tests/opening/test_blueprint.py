@@ -16,6 +16,7 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.sessions import engine_of
 from helpers.small import MODEL, OPTIONS, opening
 from rekindle import EngineConfig, Steer, Tap, tiny
 from rekindle._src.cli import usage
@@ -86,7 +87,7 @@ def test_as_many_pages_as_all_processes_have_room_for() -> None:
 async def test_a_session_is_what_its_blueprint_says() -> None:
     expected = plan(precompile="lazy")
     async with opening(precompile="lazy") as session:
-        runner: Any = session._engine.runner
+        runner: Any = engine_of(session).runner
         assert session.config == expected.config
         assert runner.programs.shards.pages == expected.caches[0].slots
         assert runner.page_bytes >= expected.caches[0].slots * expected.caches[0].slot_bytes

@@ -15,7 +15,7 @@ import pytest
 
 from helpers.fakes import FakeModel
 from helpers.fleets import local_fleet
-from helpers.sessions import CONFIG, eventually, fake_session
+from helpers.sessions import CONFIG, engine_of, eventually, fake_session
 from rekindle import CheckpointError, ConfigError, Fleet, InvalidRequest, ReplicaLost, SessionClosed
 from rekindle._src.dispatch.device import Device
 from rekindle._src.session.session import Session
@@ -42,7 +42,7 @@ class Swaps:
 
     def session(self) -> Session:
         session = fake_session(CONFIG, step_seconds=0.002)
-        runner: Any = session._engine.runner
+        runner: Any = engine_of(session).runner
 
         def swap(name: str) -> bytes:
             if name == "broken":
@@ -57,7 +57,7 @@ class Swaps:
                 self._now -= 1
             return name.encode()
 
-        session._engine.device = Swapping(swap)
+        engine_of(session).device = Swapping(swap)
         return session
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
-from helpers.sessions import eventually
+from helpers.sessions import eventually, listener_of
 from rekindle import Server, Session
 from rekindle._src.core import json_values
 from rekindle._src.serve import bodies, exchange
@@ -70,15 +70,15 @@ def test_chats_whose_clients_left_are_not_rendered(
 
     monkeypatch.setattr(ChatTemplate, "_run", counted)
     long = {"messages": [{"role": "user", "content": "a"}] * 1_000, "max_tokens": 2}
-    taken = session._host.limiter.inside
+    taken = session.stats().live
     clients = [sent(server, long) for _ in range(20)]
-    eventually(lambda: session._host.limiter.inside == taken + 20 and len(rendered) == 2)
+    eventually(lambda: session.stats().live == taken + 20 and len(rendered) == 2)
     for client in clients:
         client.close()
     assert b"200 OK" in answer(sent(server, SHORT))  # while two of them are still being rendered
-    eventually(lambda: not server._listener.life.active)
+    eventually(lambda: not listener_of(server).life.active)
     gate.set()
-    eventually(lambda: session._host.limiter.inside == 0)
+    eventually(lambda: session.stats().live == 0)
     assert len(rendered) == 2
 
 
@@ -94,13 +94,13 @@ def test_bodies_whose_clients_left_are_not_read(server: Server, monkeypatch: pyt
     monkeypatch.setattr(exchange, "check_size", counted)
     large = {"messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 2}
     clients = [sent(server, large) for _ in range(12)]
-    eventually(lambda: len(read) == 2 and len(server._listener.server_state.tasks) == 12)
+    eventually(lambda: len(read) == 2 and len(listener_of(server).server_state.tasks) == 12)
     for client in clients:
         client.close()
     assert b"200 OK" in answer(sent(server, SHORT))
-    eventually(lambda: len(server._listener.server_state.tasks) <= 2)
+    eventually(lambda: len(listener_of(server).server_state.tasks) <= 2)
     gate.set()
-    eventually(lambda: not server._listener.server_state.tasks)
+    eventually(lambda: not listener_of(server).server_state.tasks)
     assert len(read) == 2
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
+from helpers.sessions import change_front
 from rekindle._src.core.records import StepPlan
 from rekindle.serve import app
 from serve.conftest import chatting_session, checked
@@ -40,7 +41,7 @@ async def test_a_failing_step_is_told_to_its_client_and_ends_nothing_else(stream
 
 async def test_a_base_model_names_what_serves_it_and_no_folder_of_the_server() -> None:
     session = chatting_session()
-    session._front = session._front._replace(chat=None, model="/home/somebody/models/gemma.gguf")
+    change_front(session, chat=None, model="/home/somebody/models/gemma.gguf")
     for one in checked(session):
         body = {"messages": [{"role": "user", "content": "Hello"}]}
         answer = await post(app(one), "/v1/chat/completions", body)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sessions import eventually
+from helpers.sessions import eventually, front_of
 from helpers.thorough import trio_in_ci
 from rekindle import Server, Session
 from rekindle._src.capabilities.guides import request as structures
@@ -73,7 +73,7 @@ async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(structures, "PATIENCE", 2.0)
-    grammars = GRAMMARS.of(session._front)
+    grammars = GRAMMARS.of(front_of(session))
     assert grammars is not None
     goes, compile_it = threading.Event(), grammars._compile
 
@@ -109,7 +109,7 @@ async def test_compilers_are_shared_between_keys_whatever_their_salts(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twenty grammars of one key wait, each with a salt of its own; that of another key comes after those at work."""
-    grammars = GRAMMARS.of(session._front)
+    grammars = GRAMMARS.of(front_of(session))
     assert grammars is not None
     goes, order, compile_it, take = threading.Event(), list[str](), grammars._compile, grammars._compilers._next
 

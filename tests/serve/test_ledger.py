@@ -195,14 +195,14 @@ async def test_a_large_file_of_one_pixel_is_held_once_while_it_waits(path: str) 
         async with anyio.create_task_group() as group:
             before, _ = tracemalloc.get_traced_memory()
             group.start_soon(ask)
-            await until(lambda: bool(session._host.limiter.inside) and ledger.held < 2 * size)
+            await until(lambda: bool(session.stats().live) and ledger.held < 2 * size)
             gc.collect()
             there, _ = tracemalloc.get_traced_memory()
             assert size <= ledger.held < 1.1 * size
             assert there - before < 1.5 * size, "the file, and next to nothing else"
             for number in range(2, 12):
                 group.start_soon(ask)
-                await until(lambda number=number: session._host.limiter.inside + len(answers) == number)
+                await until(lambda number=number: session.stats().live + len(answers) == number)
             assert len(answers) >= 5 and set(answers) == {503}, "the client has room for no more"
             assert ledger.held <= ledger.most_of_one
             pictures.gate.set()

@@ -23,7 +23,7 @@ import pytest
 
 import rekindle
 from helpers.loopback import Case, Load
-from helpers.sessions import wait_until_idle
+from helpers.sessions import listener_of, wait_until_idle
 from rekindle import Session
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
@@ -87,11 +87,11 @@ def test_every_answer_is_that_of_the_session_and_nothing_is_left(
             load.stopping.set()
             await running
             for _ in range(200):  # the server may notice a moment later that its last client left
-                if not server._listener.life.active:
+                if not listener_of(server).life.active:
                     break
                 await asyncio.sleep(0.05)
-            assert not server._listener.life.active
-            assert server._listener.life.queued_tokens == 0
+            assert not listener_of(server).life.active
+            assert listener_of(server).life.queued_tokens == 0
         return load, resident
 
     compiled = session.stats().compilations

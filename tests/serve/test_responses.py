@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.asgi import post
-from helpers.sessions import expected
+from helpers.sessions import change_front, expected
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
@@ -225,7 +225,7 @@ async def test_allowed_tools_and_parameters_that_are_null(app: Any, monkeypatch:
 async def test_an_effort_that_the_template_does_not_know_changes_nothing(session: Any) -> None:
     from rekindle._src.text.chat import ChatTemplate
 
-    session._front = session._front._replace(chat=ChatTemplate("{{ messages[0].content }}"))
+    change_front(session, chat=ChatTemplate("{{ messages[0].content }}"))
     served = rekindle_app(session)
     request = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
     plain, tried = [

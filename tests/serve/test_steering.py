@@ -14,6 +14,7 @@ import pytest
 
 import rekindle
 from helpers.asgi import get, post
+from helpers.sessions import engine_of
 from helpers.small import MODEL, OPTIONS, plain, prompt
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Steer
@@ -39,7 +40,7 @@ def session() -> Iterator[Any]:
 
 def kinds_ahead(session: Any) -> set[ProgramVariant]:
     """The variants of the steps whose programs are made ahead."""
-    programs = session._engine.runner.programs
+    programs = engine_of(session).runner.programs
     assert {*programs.lattice} <= {*programs.keys}
     return {bucket.variants for bucket in programs.lattice}
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.fakes import FakeModel
-from helpers.sessions import expected, opened, threads, wait_until_idle
+from helpers.sessions import engine_of, expected, opened, threads, wait_until_idle
 from helpers.thorough import trio_in_ci
 from rekindle import EngineConfig, Session
 from rekindle._src.dispatch.threads import Mailbox
@@ -88,7 +88,7 @@ async def test_two_thousand_requests_cancelled_at_random_points() -> None:
         dispatch = session._host._dispatch
         assert dispatch is not None and not dispatch.outputs and not dispatch.mailboxes
         assert session.stats().running == session.stats().waiting == 0
-        assert session._engine.scheduler.statistics().leaving == 0
+        assert engine_of(session).scheduler.statistics().leaving == 0
         gc.collect()
         assert len(mailboxes) <= 2, "mailboxes outlive their requests"
     assert threads() <= before

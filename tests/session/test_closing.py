@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from helpers.bounds import Within
-from helpers.sessions import eventually, fake_front, fake_session, threads
+from helpers.sessions import engine_of, eventually, fake_front, fake_session, threads
 from rekindle import Session
 from rekindle._src.core.records import Status
 from rekindle._src.session.opening import Opening
@@ -25,7 +25,7 @@ async def test_closing_is_idempotent_and_leaves_no_thread() -> None:
     before = threads()
     session = fake_session()
     assert threads() > before
-    runner: Any = session._engine.runner
+    runner: Any = engine_of(session).runner
     await session.generate("x", max_tokens=2)
     async with anyio.create_task_group() as group:
         for _ in range(5):
@@ -57,7 +57,7 @@ async def test_closing_ends_what_runs_with_the_reason(within: Within) -> None:
     assert len(errors) == 20 and "closed" in str(errors[0])
     assert handles[0].text, "what it had produced is gone"
     assert handles[0].status is Status.ABORTED
-    session._engine.scheduler.check_integrity()
+    engine_of(session).scheduler.check_integrity()
 
 
 @pytest.mark.anyio
@@ -115,7 +115,7 @@ def test_a_hanging_device_does_not_hang_closing(monkeypatch: pytest.MonkeyPatch,
     gate = threading.Event()
     session = fake_session(gate=gate)
     handle = session.submit("x", max_tokens=5)
-    eventually(lambda: len(session._engine.runner.plans) > 0)  # type: ignore[attr-defined]
+    eventually(lambda: len(engine_of(session).runner.plans) > 0)
     with within(5):
         session.close()
     with pytest.raises(SessionClosed):
@@ -137,7 +137,7 @@ def test_a_dropped_session_closes_itself() -> None:
     before = threads()
     session = fake_session()
     session.generate_sync("x", max_tokens=1)
-    runner: Any = session._engine.runner
+    runner: Any = engine_of(session).runner
     alive = weakref.ref(session)
     del session
     gc.collect()

@@ -14,6 +14,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.sessions import engine_of
 from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session, Steer, Tap
@@ -181,7 +182,7 @@ def test_taps_are_compiled_once_and_stored(tmp_path: Path) -> None:
 
 def test_a_session_without_taps_has_no_column_for_them() -> None:
     with rekindle.open_sync(MODEL, **OPTIONS) as opened:
-        features = opened._engine.runner.programs.features  # type: ignore[attr-defined]
+        features = engine_of(opened).runner.programs.features
         assert "x" not in {entry.part.variant for entry in features.entries}
         with pytest.raises(InvalidRequest, match=r"taps='wave': is not a tap of this session.*known: none"):
             opened.generate_sync(PROMPTS[0], taps="wave")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.faults import full_disk
-from helpers.sessions import eventually
+from helpers.sessions import eventually, writer_of
 from helpers.tiered import ask, opened
 from rekindle._src.dispatch import engine
 from rekindle._src.kvcache import writer as cache_writer
@@ -109,7 +109,7 @@ def test_a_disk_that_hangs_costs_its_pages_and_not_the_session(
         assert ask(session, 0) == 0, "its pages were computed"
         assert ask(session, 1) > 0, "the pages that both share were computed once"
         answers.set()
-        eventually(lambda: not session._cache_writer.tiers.hangs())
+        eventually(lambda: not writer_of(session).tiers.hangs())
         session.check_integrity()
     assert caplog.text.count("has not answered for") == 1
     with opened(tmp_path, restore="auto") as session:

@@ -16,7 +16,7 @@ import rekindle
 from helpers import adapters, block_heads, checkpoints, eagle
 from helpers.draft_heads import assert_likeliest, chains, recorded, with_head
 from helpers.plain_loop import plain_loop
-from helpers.sessions import eventually
+from helpers.sessions import engine_of, eventually
 from helpers.thorough import by_default
 from programs.test_layered import many_layers
 from rekindle import Session
@@ -147,7 +147,7 @@ def test_tokens_are_those_without_drafts(pair: Pair, expected: dict[str, list[in
     with rekindle.open_sync(pair.model, **pair.options) as session:
         for turn in range(2):  # the second continues pages and states that the first left
             assert texts(session) == expected, f"turn {turn}"
-        heads = [one for one in session._engine.scheduler._drafts._drafters if isinstance(one, EntryDrafter)]
+        heads = [one for one in engine_of(session).scheduler._drafts._drafters if isinstance(one, EntryDrafter)]
         assert heads and not any(one._entered for one in heads), "a request that has ended is kept"
         stats = session.stats()
         assert 20 < stats.accepted_tokens < stats.drafted_tokens

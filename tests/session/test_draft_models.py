@@ -16,6 +16,7 @@ import pytest
 import rekindle
 from helpers import adapters, checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.sessions import engine_of
 from helpers.small import LEAST
 from rekindle import Session, tiny
 from rekindle._src.core.config import EngineConfig
@@ -109,7 +110,7 @@ def test_tokens_of_two_requests_are_those_without_drafts(model: Any, cousin: str
 def test_a_failed_step_is_its_requests_end_and_drafts_go_on(model: Any, twin: str) -> None:
     with rekindle.open_sync(model, **{**DRAFTS, "max_requests": 3}, drafts=twin) as session:
         before = session.generate_sync(prompt("greedy"), **LONG).token_ids
-        runner = session._engine.runner
+        runner = engine_of(session).runner
         dispatch = runner.dispatch
 
         def broken(plan: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import CONFIG, eventually, expected, fake_front, fake_session, opened, parts, threads
+from helpers.sessions import CONFIG, engine_of, eventually, expected, fake_front, fake_session, opened, parts, threads
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.engine import Engine
@@ -39,7 +39,7 @@ async def test_a_crash_reaches_every_waiter_and_another_session_opens() -> None:
         def broken(result: Any) -> Any:
             raise ZeroDivisionError("a defect")
 
-        session._engine.scheduler.commit = broken  # type: ignore[method-assign]
+        engine_of(session).scheduler.commit = broken
     assert len(caught) == 20
     assert all(isinstance(error.__cause__, ZeroDivisionError) for error in caught)
     assert "crashed" in str(caught[0])

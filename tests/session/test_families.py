@@ -18,6 +18,7 @@ from helpers import checkpoints
 from helpers.counting import COMPILING, compiled_by_jax, counts
 from helpers.plain_loop import plain_loop
 from helpers.python import run_python
+from helpers.sessions import writer_of
 from rekindle import Session
 from rekindle._src.models.config import Pages, SharedWith
 from rekindle.errors import ConfigError
@@ -72,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, name: str) -> Path:
 def session(model: Any, folder: Path) -> Iterator[Session]:
     """One for all tests of a model, most of whose time is compiling; four of the longer texts are too much for it."""
     with rekindle.open_sync(model, **OPTIONS, cache_dir=str(folder)) as session:
-        session._cache_writer.tiers.costs.mode = "always"  # copying, whatever it costs here
+        writer_of(session).tiers.costs.mode = "always"  # copying, whatever it costs here
         yield session
 
 
@@ -169,7 +170,7 @@ def test_a_load_with_too_few_pages_is_exact_and_compiles_nothing(model: Any, fol
         plain(model, prompt, min(90, CONTEXT - len(prompt)))
     options = {**OPTIONS, "precompile": "all", "disk_memory": 0}
     with rekindle.open_sync(model, **options, cache_dir=str(folder)) as session:
-        session._cache_writer.tiers.costs.mode = "always"
+        writer_of(session).tiers.costs.mode = "always"
         warm = counts(session)
         with compiled_by_jax() as events:
             anyio.run(load, session, model, backend=backend)

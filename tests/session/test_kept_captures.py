@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.sessions import writer_of
 from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
@@ -167,7 +168,7 @@ def test_captures_come_back_with_pages_and_a_small_budget_keeps_the_beginnings_o
     room = 10 * 8 * 3 * 4 * E  # ten pages of two layers and the norm
     options = {**OPTIONS, "device_pages": 14, "max_requests": 2, "capture_memory": room}
     with rekindle.open_sync(MODEL, **options) as small:
-        small._cache_writer.tiers.costs.mode = "always"  # type: ignore[union-attr]
+        writer_of(small).tiers.costs.mode = "always"
         first, second = prompt(), prompt()
         check(small.generate_sync(first, **keep()))
         for _ in range(3):
@@ -196,7 +197,7 @@ def test_a_snapshot_has_what_was_kept_of_its_pages(tmp_path: Path) -> None:
         before.save("one").result_sync()
         assert len(before.cache.snapshots()) == 1, "captures are a part of it"
     with rekindle.open_sync(MODEL, **options, restore="one") as after:
-        after._cache_writer.tiers.costs.mode = "always"  # type: ignore[union-attr]
+        writer_of(after).tiers.costs.mode = "always"
         assert after.cache.stats().captures.bytes == 0  # type: ignore[union-attr]
         again = after.generate_sync(text, **keep())
         assert again.usage.cached_tokens == 56
@@ -239,7 +240,7 @@ def test_steered_plain_and_capturing_requests_never_exchange_pages_when_they_run
     seen: dict[tuple[int, int], tuple[int, ...]] = {}
     options = {**OPTIONS, "device_pages": 16, "max_requests": 3, "prompt_lookup": 2, "capture_memory": 60_000}
     with rekindle.open_sync(MODEL, **options) as small:
-        small._cache_writer.tiers.costs.mode = "always"  # type: ignore[union-attr]
+        writer_of(small).tiers.costs.mode = "always"
         for _ in range(3):
             handles = []
             for _ in range(16):

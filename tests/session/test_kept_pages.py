@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 
+from helpers.sessions import engine_of, writer_of
 from helpers.small import PAGE, opening
 from helpers.small import prompt as small_prompt
 from helpers.tiered import ask, opened, prompt
@@ -108,7 +109,7 @@ def test_no_first_text_waits_for_a_program(tmp_path: Path, notebook: None, monke
 
 def test_the_gate_opens_when_the_program_is_ready_or_stored(tmp_path: Path, notebook: None) -> None:
     with opened(tmp_path) as session:
-        tiers: Any = session._cache_writer.tiers
+        tiers: Any = writer_of(session).tiers
         owner = tiers.fillable.__self__
         programs = owner.all
         if not all(map(programs.stored, programs.fills)):
@@ -131,7 +132,7 @@ def test_an_index_that_takes_long_holds_no_opening(
         assert places(session, 0) == (0, 0) and ask(session, 0) == 0
         answer.set()
         monkeypatch.setattr(DiskTier, "scan", scan)
-        tiers: Any = session._cache_writer.tiers
+        tiers: Any = writer_of(session).tiers
         while not tiers.has_disk_pages:
             time.sleep(0.01)
         session.cache.clear(tier="memory").result_sync()
@@ -196,14 +197,14 @@ def test_a_session_closes_whatever_becomes_of_saving(
 
 def test_nothing_waits_where_all_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as session:
-        assert session._cache_writer.finish() is None, "nothing was computed"
+        assert writer_of(session).finish() is None, "nothing was computed"
         ask(session, 0)
-        job = session._cache_writer.finish()
+        job = writer_of(session).finish()
         assert job is not None and job.result(600) is None
-        assert session._cache_writer.finish() is None
+        assert writer_of(session).finish() is None
     with opened(tmp_path, disk_memory=0) as session:
         ask(session, 0)
-        assert session._cache_writer.finish() is None
+        assert writer_of(session).finish() is None
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
@@ -211,7 +212,7 @@ def test_pages_are_read_in_place_as_the_program_reads_them(kv_dtype: str, monkey
     async def pages() -> None:
         async with opening(kv_dtype=kv_dtype, disk_memory="8MiB", precompile="lazy") as session:
             await session.generate(small_prompt(3, 5 * PAGE), max_tokens=4, ignore_eos=True)
-            runner: Any = session._engine.runner
+            runner: Any = engine_of(session).runner
             numbers = [2, 1, 5, 3]
             read: list[list[Any]] = []
             for in_place in (False, True):
@@ -232,5 +233,5 @@ def test_pages_are_read_in_place_as_the_program_reads_them(kv_dtype: str, monkey
 def test_only_sessions_that_find_pages_look_for_them(tmp_path: Path, notebook: None) -> None:
     with opened(tmp_path) as session, opened(tmp_path / "other", restore="auto") as other:
         for one, finds in ((session, True), (other, False)):
-            tiers = one._cache_writer.tiers
+            tiers = writer_of(one).tiers
             assert isinstance(tiers, Tiers) and tiers.finds_stored == finds

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.bounds import Within
 from helpers.plain_loop import plain_loop
+from helpers.sessions import front_of, writer_of
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, RekindleError, StoreError
@@ -32,7 +33,7 @@ def beside(session: Session, offending: list[int], **options: Any) -> Any:
 
 def test_more_end_tokens_than_min_tokens_can_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as session:
-        monkeypatch.setattr(session._front.tokenizer, "eos_ids", frozenset(range(100, 140)))
+        monkeypatch.setattr(front_of(session).tokenizer, "eos_ids", frozenset(range(100, 140)))
         failed = beside(session, [5, 6, 7, 8], max_tokens=4, min_tokens=2)
         assert isinstance(failed, InvalidRequest) and "40 end tokens" in str(failed)
         assert beside(session, [5, 6, 7, 8], max_tokens=4).token_ids, "without min_tokens nothing has to be masked"
@@ -42,7 +43,7 @@ def test_more_end_tokens_than_min_tokens_can_mask(tmp_path: Path, monkeypatch: p
 
 def test_end_ids_beyond_any_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as session:
-        monkeypatch.setattr(session._front.tokenizer, "eos_ids", frozenset({2**70, -5}))
+        monkeypatch.setattr(front_of(session).tokenizer, "eos_ids", frozenset({2**70, -5}))
         assert len(beside(session, [5, 6, 7, 8], max_tokens=4, min_tokens=2).token_ids) == 4
 
 
@@ -63,7 +64,7 @@ def test_an_imported_page_of_another_layout(tmp_path: Path, wrong: str) -> None:
         ask(session, 0)
         for index in (1, 2):  # push its pages off the device
             ask(session, index)
-        tiers = session._cache_writer.tiers
+        tiers = writer_of(session).tiers
         assert tiers is not None
         for digest, payload in tiers.host._payloads.items():
             if wrong == "shape":

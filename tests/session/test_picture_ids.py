@@ -12,6 +12,7 @@ import pytest
 import rekindle
 from helpers import picture_models as small
 from helpers.seeing import ZeroEncoder
+from helpers.sessions import front_of
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.capabilities.pictures.owner import KeptRows, SessionPictures
@@ -123,7 +124,7 @@ async def test_another_number_of_places_names_the_placeholder(session: Session, 
     case, encode = small.CASES[family], session.tokenizer.encode
     rows = small.CASES[family].token
     whole = (await session.generate("<image>a", images=ONE, **GREEDY)).prompt_token_ids
-    marker = PICTURES.of(session._front)._processor.marker  # type: ignore[union-attr]
+    marker = PICTURES.of(front_of(session))._processor.marker
     count = whole.count(case.id_of(rows))
     fix = rf"Write {marker} once for each picture, or {rows} {count} times in all".replace("|", r"\|")
     without_one = list(whole)

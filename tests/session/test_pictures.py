@@ -16,6 +16,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models as small
+from helpers.sessions import engine_of, front_of
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle._src.capabilities.pictures.request import PICTURES
@@ -50,7 +51,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
 
 
 def encoded(session: Session) -> int:
-    pictures: Any = PICTURES.of(session._front)
+    pictures: Any = PICTURES.of(front_of(session))
     count: int = pictures.encoded_pictures
     return count
 
@@ -171,7 +172,7 @@ async def test_the_encoder_gives_its_memory_back_while_the_session_sleeps(sessio
     assert bytes_of_encoder() == 0 and session.stats().as_dict()["encoder_bytes"] == 0
     first = await session.generate("what?", images=small.picture(1, 96, 64), **GREEDY)
     weights = bytes_of_encoder()
-    model = sum(leaf.nbytes for leaf in session._engine.device.model.leaves)
+    model = sum(leaf.nbytes for leaf in engine_of(session).device.model.leaves)
     assert weights > 0 and (await session.sleep(weights="drop")).weights_bytes == model + weights
     assert bytes_of_encoder() == 0
     waiting = session.submit("what?", images=small.picture(2, 96, 64), **GREEDY)

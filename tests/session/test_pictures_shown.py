@@ -13,6 +13,7 @@ import pytest
 
 from helpers import picture_models as small
 from helpers import seeing
+from helpers.sessions import front_of
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.calls import conversation
 from rekindle._src.images import open_bytes, open_picture, processor_of_files
@@ -101,7 +102,7 @@ async def test_conversations_show_thumbnails_and_open_no_file_for_them(tmp_path:
     parts = [{"type": "image", "image": value} for value in values]
     content = [*parts, {"type": "image"}, {"type": "text", "text": "<b>What?</b>"}]
     with seeing.opened() as session:
-        chat = conversation.Conversation(session, session._front, [{"role": "user", "content": content}], {})
+        chat = conversation.Conversation(session, front_of(session), [{"role": "user", "content": content}], {})
         markup = chat._repr_html_()
         assert [one.size for one in shown(markup)] == [(64, 64)] and markup.count("a picture<") == 6
         asked = session.conversation()

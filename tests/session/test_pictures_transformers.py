@@ -12,6 +12,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models as small
+from helpers.sessions import front_of
 from rekindle import Session
 from rekindle._src.capabilities.pictures.request import PICTURES
 
@@ -59,7 +60,7 @@ async def test_the_same_tokens(case: tuple[str, Path, Any], tmp_path: Path) -> N
     async with rekindle.open(folder, **OPTIONS, cache_dir=str(tmp_path), restore="auto") as session:
         done = await session.generate("What is <image>?", images=[png(pixels)], **greedy(name))
         assert list(done.token_ids) == expected, "after a restart"
-        pictures: Any = PICTURES.of(session._front)
+        pictures: Any = PICTURES.of(front_of(session))
         assert pictures.encoded_pictures == 0 and pictures.compilations == 0, "its rows were on disk"
 
 

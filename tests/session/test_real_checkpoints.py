@@ -148,7 +148,7 @@ if parts == "False":
     layered.MANY_LAYERS = 1000
 with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
     done = session.generate_sync("The history of the city begins", max_tokens=40, ignore_eos=True, logprobs=2)
-    programs = session._engine.runner.programs
+    programs = engine_of(session).runner.programs
     assert (parts == "True") == any(isinstance(one, layered.LayeredProgram) for one in programs.ledger.ready.values())
 print(done.logprobs)
 """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers.sessions import engine_of
 from rekindle import Session
 from rekindle._src.opening import resolve
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, SessionClosed
@@ -45,7 +46,7 @@ async def test_a_processor_that_nobody_registered_is_refused_before_it_runs(sess
     with pytest.raises(InvalidRequest, match="known: none") as caught:
         await session.generate("hello", processors="no-e")
     assert caught.value.field == "processors"
-    assert session._engine.runner.plans == []
+    assert engine_of(session).runner.plans == []
 
 
 @anyio_test

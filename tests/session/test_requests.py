@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import EOS, FakeModel
-from helpers.sessions import expected, opened
+from helpers.sessions import change_front, engine_of, expected, opened
 from rekindle import Completion, Session
 from rekindle._src.calls.handle import Batch
 from rekindle._src.core.records import FinishReason, Status
@@ -45,7 +45,7 @@ async def test_a_list_in_is_a_list_out_and_one_batch(session: Session) -> None:
     assert isinstance(call, Batch)
     many = await call
     assert [list(done.token_ids) for done in many] == [expected(prompt, max_tokens=64) for prompt in prompts]
-    rows = [len(plan.rows) for plan in session._engine.runner.plans]
+    rows = [len(plan.rows) for plan in engine_of(session).runner.plans]
     assert max(rows) == 6, "they did not run together"
     assert await session.generate([]) == []
     assert [done.text for done in await session.generate([[97], "b"], max_tokens=1)] != []
@@ -112,7 +112,7 @@ async def test_stop_strings_end_the_request_in_the_scheduler_too(session: Sessio
     done = await session.generate("hello", max_tokens=200, stop=stop)
     assert done.finish_reason is FinishReason.STOP
     assert done.text == whole.text[: whole.text.index(stop)]
-    computed = session._engine.runner.computed[done.id]
+    computed = engine_of(session).runner.computed[done.id]
     assert computed < 5 + len(done.token_ids) + 4, "it went on in the engine"
 
 
@@ -160,7 +160,7 @@ async def test_chat_renders_its_template(session: Session) -> None:
     from rekindle._src.text.chat import ChatTemplate
 
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-    session._front = session._front._replace(chat=template)
+    change_front(session, chat=template)
     handle = session.chat([{"role": "user", "content": "hi"}], max_tokens=5)
     done = await handle
     assert done.prompt == handle.prompt == "<user>hi<assistant>"
@@ -183,7 +183,7 @@ async def test_a_hostile_chat_template_fails_its_own_request(session: Session, n
     from rekindle._src.text.chat import ChatTemplate
 
     template, problem = HOSTILE[name]
-    session._front = session._front._replace(chat=ChatTemplate(template))
+    change_front(session, chat=ChatTemplate(template))
     neighbour = await session.admit("hello", max_tokens=5)
     with pytest.raises((CheckpointError, InvalidRequest)) as caught:
         await session.chat([{"role": "user", "content": "hi"}])
@@ -199,7 +199,7 @@ async def test_an_endless_chat_template_fails_its_own_request_and_leaves_the_cal
 
     monkeypatch.setattr(template_limits, "SECONDS", 1.0)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    session._front = session._front._replace(chat=chat.ChatTemplate(loop))
+    change_front(session, chat=chat.ChatTemplate(loop))
     neighbour = await session.admit("hello", max_tokens=5)
     ticks = 0
 

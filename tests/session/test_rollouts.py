@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from helpers.driving import plain_logits, tiny_model
-from helpers.sessions import eventually, wait_until_idle
+from helpers.sessions import engine_of, eventually, wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, prompt
 from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, RolloutBatch, Sampling, Session
@@ -158,7 +158,7 @@ async def test_weights_swapped_under_load_are_told_apart_token_by_token(session:
     models = [MODEL, tiny_model(seed=6), tiny_model(seed=8)]
     states = [nnx.state(merge(model.graph, model.leaves), nnx.Param) for model in models]
     await session.rollout(PROMPTS, n=2, max_tokens=2)
-    programs: Any = session._engine.runner.programs  # type: ignore[attr-defined]
+    programs: Any = engine_of(session).runner.programs
     for size in programs.lattice:  # which steps there are depends on when requests come in
         await anyio.to_thread.run_sync(programs.get, size)
     compiled = session.stats().compilations
@@ -177,7 +177,7 @@ async def test_weights_swapped_under_load_are_told_apart_token_by_token(session:
             number = len(used) % 3
             used.append(models[number])
             assert await session.swap_weights(states[number]) == len(used) - 1
-    leaves = session._engine.runner._calls.leaves  # type: ignore[attr-defined]
+    leaves = engine_of(session).runner._calls.leaves
     last = used[-1].leaves
     assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [leaf.unsafe_buffer_pointer() for leaf in last]
     assert session.stats().compilations == compiled

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sessions import wait_until_idle
+from helpers.sessions import wait_until_idle, writer_of
 from helpers.thorough import by_default
 from helpers.tiered import NEW, opened, plain, prompt
 from rekindle._src.core.prefix import SHARED, PageNamespace, is_namespace
@@ -44,7 +44,7 @@ def test_each_salt_has_a_cache_of_its_own(tmp_path: Path) -> None:
 
 def found_pages(session: Session) -> list[Any]:
     """Every node of the tree; the roots of salts are no nodes."""
-    cache = session._cache_writer.cache
+    cache = writer_of(session).cache
     assert cache is not None
     cache.check_integrity()
     return list(cache)
@@ -56,7 +56,7 @@ def test_digests_of_the_same_tokens_differ_between_salts_and_not_within_one(tmp_
         with opened(tmp_path / str(run), device_pages=65) as session:
             for salt in SALTS:
                 ask(session, 0, salt)
-                cache = session._cache_writer.cache
+                cache = writer_of(session).cache
                 assert cache is not None
                 mine = {
                     cache.digest_of(node) for node in cache.find(session._client.prefix(list(prompt(0)), salt=salt))

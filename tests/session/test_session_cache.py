@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.sessions import engine_of, writer_of
 from helpers.thorough import by_default
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.core.records import Status
@@ -194,7 +195,7 @@ def test_a_request_waits_aside_while_its_pages_are_read(tmp_path: Path, monkeypa
         session.save("mine").result_sync()
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.AHEAD_BYTES", 0)
     with opened(tmp_path, restore="mine") as session:
-        disk = session._cache_writer.tiers.disk  # type: ignore[union-attr]
+        disk = writer_of(session).tiers.disk
         assert disk is not None
         load, read = disk.load_run, threading.Event()
         monkeypatch.setattr(disk, "load_run", lambda run, memory: load(run, memory) if read.wait(500) else [])
@@ -229,7 +230,7 @@ def test_likely_pages_are_read_before_anybody_asks(tmp_path: Path) -> None:
         assert session.cache.stats().disk_hit_tokens == 12 * 8, "that was host memory's"
         session.check_integrity()
     with opened(tmp_path, restore="mine", host_memory=3 * 6144) as session:
-        while session._cache_writer.tiers._ahead:  # type: ignore[union-attr]
+        while writer_of(session).tiers._ahead:
             time.sleep(0.01)
         assert session.cache.stats().host_bytes <= 3 * 6144
         assert ask(session, 0) == 64
@@ -246,7 +247,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
     with opened(tmp_path, device_pages=65) as session:
         for index in (0, 1):
             ask(session, index)
-        writer = session._cache_writer
+        writer = writer_of(session)
 
         def keep(*, cold: float, visited: bool) -> None:
             writer.submit(lambda: writer._keep(1 << 30, cold=cold, visited=visited)).result()
@@ -262,7 +263,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         assert disk is not None and len(disk) == 4, "what both prompts share was visited"
         keep(cold=0.0, visited=False)
         assert len(disk) == nodes
-        assert writer._complete_at == session._engine.scheduler.cache.version
+        assert writer._complete_at == engine_of(session).scheduler.cache.version
 
 
 @pytest.mark.thorough

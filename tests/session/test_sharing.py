@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, tiered
-from helpers.sessions import eventually
+from helpers.sessions import eventually, writer_of
 from helpers.tiered import LENGTH, NEW, ask, opened, plain, prompt
 from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPages, SnapshotRefused
 from rekindle._src.channels import greeting
@@ -235,7 +235,7 @@ class Liar:
     """Shares pages as a session would, but answers as a test says."""
 
     def __init__(self, session: Session, answers: Any) -> None:
-        self.identity = session._cache_writer.tiers.identity  # type: ignore[union-attr]
+        self.identity = writer_of(session).tiers.identity
         self._server = socket.create_server(("127.0.0.1", 0))
         self.address = PageAddress("127.0.0.1", self._server.getsockname()[1], SECRET.encode())
         self._answers = answers
@@ -266,7 +266,7 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
         channel.send(MessageKind.PAGES, second)
 
     liar = Liar(two, answers)
-    puller = Puller(two._host, two._cache_writer)
+    puller = Puller(two._host, writer_of(two))
     with pytest.raises(ProcessLost):
         puller.prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     assert ask(two, 0) == 0
@@ -293,7 +293,7 @@ def test_messages_without_pages_do_not_keep_a_session_waiting(both: Any) -> None
 def test_an_index_is_verified(both: Any, change: str) -> None:
     one, two, shared = both
     ask(one, 0)
-    with PageSource(shared._page_address(), two._cache_writer.tiers.identity) as source:
+    with PageSource(shared._page_address(), writer_of(two).tiers.identity) as source:
         pages = source.list_pages(100)
     assert len(pages) >= PAGES
 
@@ -306,14 +306,14 @@ def test_an_index_is_verified(both: Any, change: str) -> None:
         channel.send(MessageKind.LISTED, segment.encode(identity.fields() | {"leaves": identity.leaves}, records))
 
     with pytest.raises(Exception, match=r"digest|token"):
-        Puller(two._host, two._cache_writer).likeliest(Liar(two, answers).address)
+        Puller(two._host, writer_of(two)).likeliest(Liar(two, answers).address)
     assert ask(two, 0) == 0
 
 
 def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
     one, two, _ = both
     ask(one, 0)
-    writer = one._cache_writer
+    writer = writer_of(one)
 
     def answers(channel: BulkChannel, identity: Any) -> None:
         nodes = one._host.ask(lambda: writer.cache.find(Prefix(np.asarray(prompt(0), np.int32))))
@@ -322,7 +322,7 @@ def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
         channel.send_followed(MessageKind.PAGES, indexes(0, 1, 2), pieces)
         channel.close()
 
-    pulled = Puller(two._host, two._cache_writer).prefix(
+    pulled = Puller(two._host, writer_of(two)).prefix(
         Liar(two, answers).address, Prefix(np.asarray(prompt(0), np.int32))
     )
     assert (pulled.tokens, pulled.pages) == (24, 3)

@@ -15,7 +15,7 @@ from flax import nnx
 import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
-from helpers.sessions import wait_until_idle
+from helpers.sessions import engine_of, wait_until_idle, writer_of
 from helpers.small import MODEL, PAGE, opening, plain, prompt
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
@@ -68,7 +68,7 @@ async def test_what_was_to_be_saved_when_it_fell_asleep_is_left_out(tmp_path: Pa
     """The thread that saves pages in the background may have chosen some before they were given back."""
     async with opening(precompile="lazy", cache_dir=str(tmp_path), disk_memory=1 << 24, host_memory=0) as session:
         await session.generate(IDS, max_tokens=5)
-        writer = session._cache_writer
+        writer = writer_of(session)
         found = await anyio.to_thread.run_sync(lambda: list(writer._find(lambda node, digest, now: True)))
         assert any(record.on_device for record in found)
         await session.sleep()
@@ -116,7 +116,7 @@ async def test_it_wakes_with_other_weights() -> None:
         assert done.completions[0].weights_versions == (1, 1, 1, 1) != first.weights_versions
         async with rekindle.open(other, **_options()) as plainly:
             assert (await plainly.generate(IDS, max_tokens=4)).token_ids == done.completions[0].token_ids
-        leaves = session._engine.runner._calls.leaves  # type: ignore[attr-defined]
+        leaves = engine_of(session).runner._calls.leaves
         assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [
             leaf.unsafe_buffer_pointer() for leaf in other.leaves
         ]

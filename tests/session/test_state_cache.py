@@ -15,6 +15,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.python import run_python
+from helpers.sessions import writer_of
 from helpers.thorough import by_default
 from rekindle import Completion, Session
 
@@ -190,7 +191,7 @@ def test_sleep_and_other_sessions_keep_the_states(model: Any, tmp_path: Path) ->
         chat = [*prompt, *done.token_ids, *tokens(40, seed=41)]
         one.sleep().result_sync()
         one.wake().result_sync()
-        one._cache_writer.tiers.costs.mode = "always"
+        writer_of(one).tiers.costs.mode = "always"
         assert ask(one, model, prompt).usage.cached_tokens == 128
         shared = one.cache.share(secret="of a test of states").result_sync()
         assert two.cache.pull(shared.address, chat, secret="of a test of states").result_sync() >= 128

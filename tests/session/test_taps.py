@@ -16,6 +16,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.sessions import engine_of
 from helpers.tapping import Plain, difference
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
@@ -285,7 +286,7 @@ async def test_steered_and_plain_prompts_never_share_pages(session: Session) -> 
 async def test_a_sweep_compiles_nothing(session: Session) -> None:
     capture = {"residual": [0]}
     first = await session.generate([PROMPTS[0]] * 4, **GREEDY, steer=Steer(0, VECTORS[0]), capture=capture)
-    programs: Any = session._engine.runner.programs
+    programs: Any = engine_of(session).runner.programs
     for size in programs.lattice_for(STEERS_AND_CAPTURES, late=False):  # all that a step of any size may need
         programs.get(size)
     before = session.stats().compilations
@@ -452,7 +453,7 @@ def test_changes_that_differ_in_their_numbers_alone_have_different_texts(session
 
 def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Session) -> None:
     """Their text, as XLA gets it, is the same without the features of taps."""
-    programs: Any = session._engine.runner.programs
+    programs: Any = engine_of(session).runner.programs
     taps = STEERS_AND_CAPTURES | ProgramVariant.INNER_STEERING | ProgramVariant.INNER_CAPTURES
     others = [entry for entry in programs.features.entries if not entry.part.variant & taps]
     assert len(others) == len(programs.features.entries) - 4

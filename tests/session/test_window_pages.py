@@ -13,6 +13,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.python import run_python
+from helpers.sessions import writer_of
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 
@@ -116,7 +117,7 @@ def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, progra
     options = {**OPTIONS, "device_pages": 50, "host_memory": 1 << 24, "disk_memory": 0, "cache_dir": programs}
     prompts = [tokens(count, seed=20 + count) for count in (70, 130, 150, 33)]
     with rekindle.open_sync(model, **options) as session:
-        session._cache_writer.tiers.costs.mode = "always"  # copying, whatever it costs here
+        writer_of(session).tiers.costs.mode = "always"  # copying, whatever it costs here
         many = session.generate_sync(prompts, **{**GREEDY, "max_tokens": 100})
         assert [list(done.token_ids) for done in many] == [plain(model, prompt, 100) for prompt in prompts]
         assert session.stats().preemptions > 0, "there was room for all of them"
@@ -134,7 +135,7 @@ def test_a_sleeping_session_keeps_the_end_of_each_turn(model: Any, programs: str
         done = session.generate_sync(tokens(150, seed=4), **GREEDY)
         session.sleep().result_sync()
         session.wake().result_sync()
-        session._cache_writer.tiers.costs.mode = "always"
+        writer_of(session).tiers.costs.mode = "always"
         turn = [*tokens(150, seed=4), *done.token_ids, *tokens(9, seed=5)]
         again = session.generate_sync(turn, **GREEDY)
         assert again.usage.cached_tokens == 168

@@ -42,7 +42,7 @@ from contextlib import suppress
 import jax, psutil
 
 import rekindle
-from helpers.sessions import wait_until_idle
+from helpers.sessions import wait_until_idle, engine_of, front_of
 from rekindle._src.capabilities.guides.request import GRAMMARS
 from soak.test_http import live_bytes
 
@@ -55,12 +55,12 @@ with rekindle.open_sync("tiny-vision", cache_dir=sys.argv[1], **json.loads(sys.a
         gc.collect()
         with suppress(OSError, AttributeError):
             ctypes.CDLL("libc.so.6").malloc_trim(0)
-        host, grammars = session.cache.stats().host, GRAMMARS.of(session._front)
+        host, grammars = session.cache.stats().host, GRAMMARS.of(front_of(session))
         print(json.dumps({
             "resident": psutil.Process().memory_info().rss,
             "live": live_bytes(),
             "arrays": sum(array.nbytes for array in jax.live_arrays()),
-            "programs": len(session._engine.runner.programs.manifest()),
+            "programs": len(engine_of(session).runner.programs.manifest()),
             "host": host.bytes if host is not None else 0,
             "grammars": grammars.kept_bytes,
         }), flush=True)

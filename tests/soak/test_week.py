@@ -34,7 +34,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.sessions import wait_until_idle
+from helpers.sessions import engine_of, front_of, wait_until_idle
 from rekindle import Session
 from rekindle._src.capabilities.guides.request import GRAMMARS
 from rekindle._src.structured import grammar
@@ -120,7 +120,7 @@ class Week:
         self.draw = random.Random(1)
         self.done = 0
         self.counts: collections.Counter[str] = collections.Counter()
-        self.vocab = session._front.vocab_size
+        self.vocab = front_of(session).vocab_size
         self.stop_at = 0
         kinds: list[tuple[int, Callable[[], Coroutine[Any, Any, object]]]] = [
             (60, self.plain), (10, self.shared), (5, self.left), (4, self.cancelled), (5, self.drawn), (3, self.chat),
@@ -212,8 +212,8 @@ class Week:
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         process, stats, cache = psutil.Process(), session.stats(), session.cache.stats()
         files = [path for path in folder.rglob("*") if path.is_file()]
-        grammars: Any = GRAMMARS.of(session._front)
-        scheduler: Any = session._engine.scheduler
+        grammars: Any = GRAMMARS.of(front_of(session))
+        scheduler: Any = engine_of(session).scheduler
         return Figures(
             requests=self.done,
             per_second=(self.done - before) / times.process,

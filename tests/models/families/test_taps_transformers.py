@@ -13,6 +13,7 @@ import pytest
 import rekindle
 from golden.make import PROMPT
 from helpers import checkpoints
+from helpers.sessions import front_of
 from helpers.tapping import difference
 from rekindle import Capture
 from rekindle._src.capabilities.captures.request import TAPS
@@ -56,7 +57,7 @@ def hidden_states(folder: Path, prompt: list[int]) -> list[Any]:
 def test_residuals_are_transformers_hidden_states(name: str) -> None:
     model, expected = case(name)
     with rekindle.open_sync(model, **OPTIONS) as session:
-        facts = TAPS.of(session._front)
+        facts = TAPS.of(front_of(session))
         assert facts is not None
         everything: dict[str, Any] = {site: "all" for site in SITES if facts.sites.get(site) or site == "norm"}
         wanted: dict[str, Any] = {"max_tokens": 3, "ignore_eos": True, "capture": everything}
