@@ -33,7 +33,7 @@ from rekindle._src.core.json_lines import JsonLines
 from rekindle._src.models.loading import stored, tensor_files
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.notebook import bubbles
-from rekindle._src.serve import anthropic, bodies, completions, errors, info, life, openai_fields, responses
+from rekindle._src.serve import anthropic, bodies, completions, decisions, errors, info, life, openai_fields, responses
 from rekindle._src.serve.errors import ApiError
 from rekindle._src.structured import compilers, endings, spec
 from rekindle._src.text import Detokenizer, template_code, tokenizer, tokenizer_limits
@@ -260,7 +260,7 @@ def _(folder: Path) -> Read:
 
 _ENDPOINTS = (
     completions.EMBEDDINGS, openai_fields.COMPLETIONS, openai_fields.CHAT, responses.RESPONSES, anthropic.MESSAGES,
-    info.TOKENIZE, info.DETOKENIZE, info.ABORT,
+    info.TOKENIZE, info.DETOKENIZE, info.ABORT, decisions.DECISIONS, decisions.RERANK,
 )  # fmt: skip
 
 

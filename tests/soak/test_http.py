@@ -57,7 +57,7 @@ FEATURES: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "so on"}] * 3_000},
 ]
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/tokenize",
-         "/detokenize", "/abort", "/v1/messages/count_tokens"]  # fmt: skip
+         "/detokenize", "/abort", "/v1/messages/count_tokens", "/v1/decisions", "/v1/rerank"]  # fmt: skip
 LEVELS = (1, 2, 5, 20, 100, 400, 499, 501, 1_500, 5_000)
 
 

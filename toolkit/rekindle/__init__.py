@@ -76,6 +76,10 @@ if TYPE_CHECKING:
         ToolCallStarted,
     )
     from rekindle._src.core.taps import Capture, Steer
+    from rekindle._src.evaluation.decisions.calibration import Calibration
+    from rekindle._src.evaluation.decisions.deciding import Deciding
+    from rekindle._src.evaluation.decisions.ranking import RankedDocument, Ranking
+    from rekindle._src.evaluation.decisions.results import Calibrations, Decision, Decisions, DecisionTable
     from rekindle._src.evaluation.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.evaluation.scoring import Score, Scores, ScoreTable, Scoring
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
@@ -118,6 +122,10 @@ _LAZY = {
         ),
         "core.captured": ("Captured",),
         "core.taps": ("Capture", "Steer"),
+        "evaluation.decisions.calibration": ("Calibration",),
+        "evaluation.decisions.deciding": ("Deciding",),
+        "evaluation.decisions.ranking": ("RankedDocument", "Ranking"),
+        "evaluation.decisions.results": ("Calibrations", "Decision", "DecisionTable", "Decisions"),
         "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
@@ -146,13 +154,14 @@ _MODULES = ("errors", "models", "ray", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
-    "AllowedTokens", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Call", "Capture", "Captured",
-    "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta", "Conversation", "DeviceMesh",
-    "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients",
-    "Handle", "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport",
-    "MissingExtra", "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening",
-    "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused",
-    "ProgramReport", "PromptLike", "PromptTooLong", "QueueFull", "ReasoningDelta", "RekindleError", "Repetition",
+    "AllowedTokens", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Calibration", "Calibrations", "Call",
+    "Capture", "Captured", "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta",
+    "Conversation", "Deciding", "Decision", "DecisionTable", "Decisions", "DeviceMesh", "Embeddings", "EngineConfig",
+    "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients", "Handle", "InvalidRequest",
+    "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft",
+    "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages",
+    "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike",
+    "PromptTooLong", "QueueFull", "RankedDocument", "Ranking", "ReasoningDelta", "RekindleError", "Repetition",
     "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent", "RequestAborted", "RequestFailed", "RequestQuarantined",
     "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling",
     "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed",

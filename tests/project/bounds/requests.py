@@ -100,6 +100,8 @@ OTHERS: dict[str, dict[str, Other]] = {
     "programs/row_option.py": {"MAX_PROCESSORS": OURS},
     "capabilities/captures/custom.py": {"MAX_TAPS": OURS},
     "programs/user_functions.py": {"MAX_DEPTH": OURS, "MAX_VALUES": OURS},
+    "evaluation/decisions/questions.py": {"MAX_OPTIONS": OURS, "MAX_QUESTIONS": OURS, "MAX_TEXT": OURS},
+    "evaluation/decisions/ranking.py": {"MAX_DOCUMENTS": OURS},
     "scheduling/slow_rows.py": {"LONGEST": TIME},
     "structured/compilers.py": {
         "LONGEST": TIME, "MOST_WAITING": TIME, "_MOST_SAID": SHOWN,

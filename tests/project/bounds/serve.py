@@ -309,6 +309,11 @@ BOUNDS: list[Bound] = [
 
 OTHERS: dict[str, dict[str, Other]] = {
     "serve/completions.py": {"MAX_TOKENS": Other("a default")},
+    "serve/decisions.py": {
+        "MOST_OPTIONS": within("prompts of a request: each option is one, at most"),
+        "MOST_QUESTIONS": within("prompts of a request"), "MOST_CHOICES": within("prompts of a request"),
+        "MOST_LEVELS": within("prompts of a request"), "MOST_DOCUMENTS": within("prompts of a request"),
+    },
     "serve/errors.py": {"_LONGEST_PLACE": SHOWN},
     "serve/fields.py": {"_MOST_LOGGED": SMALL},
     "serve/ledger.py": {},

@@ -216,7 +216,7 @@ class Scoring(Call[T]):
 
     async def _result(self) -> T:
         if self._batch is None:
-            batch = await _apart(self._prepare) if self._long else self._prepare()
+            batch = await apart(self._prepare) if self._long else self._prepare()
             self._batch = self._batch or batch  # the same call may be awaited twice at once
             if self._cancelled:
                 self._batch.cancel()
@@ -458,7 +458,7 @@ def _check_measure(by: object) -> None:
         raise InvalidRequest("by", by, "is not known", f"Use one of {', '.join(map(repr, MEASURES))}")
 
 
-async def _apart(function: Callable[[], T]) -> T:
+async def apart(function: Callable[[], T]) -> T:
     """Run a function in a thread of its own, so that the caller's event loop goes on."""
     reply: OneShot[T] = OneShot()
     threading.Thread(target=reply.run, args=(function,), name="rekindle scoring", daemon=True).start()

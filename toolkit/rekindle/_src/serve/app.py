@@ -16,6 +16,7 @@ from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, cou
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
+from rekindle._src.serve.decisions import DECISIONS, RERANK, decisions, rerank
 from rekindle._src.serve.errors import ApiError
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send, Service
 from rekindle._src.serve.fields import Endpoint, document
@@ -38,6 +39,8 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
     (COMPLETIONS, completions, OpenAI()),
     (EMBEDDINGS, embeddings, OpenAI()),
+    (DECISIONS, decisions, OpenAI()),
+    (RERANK, rerank, OpenAI()),
     (RESPONSES, responses, Responses()),
     (MESSAGES, messages, Anthropic()),
     (COUNT_TOKENS, count_tokens, Anthropic()),

@@ -18,6 +18,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.threads import run_sync
+from rekindle._src.evaluation.decision_requests import DecisionRequests
 from rekindle._src.evaluation.scoring import ScoreRequests
 from rekindle.errors import InvalidRequest
 
@@ -52,7 +53,7 @@ def with_source(load: F) -> F:
     return cast(F, checked)
 
 
-class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests, metaclass=ForeignClass):
+class OpenModel(ForeignNames, RowMapping, EmbeddingMethods, ScoreRequests, DecisionRequests, metaclass=ForeignClass):
     """An open model: requests to it, its name and tokenizer, its end, and servers alongside the cells that use it.
 
     A session is one over an engine, a fleet one over its replicas.

@@ -1,0 +1,129 @@
+"""/v1/decisions as OpenAI's and vLLM's clients use it, and /v1/rerank as Jina's and Cohere's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers.asgi import post
+from helpers.small import TINY
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
+from rekindle import Session
+from rekindle._src.serve.decisions import input_text
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
+QUESTIONS = [
+    {"type": "predicate", "name": "late", "instructions": "The parcel is late."},
+    {"type": "choice", "instructions": "Who writes?", "choices": [
+        {"value": "customer", "description": "somebody who waits"}, {"value": "driver"}, {"value": False},
+    ]},
+    {"type": "score", "name": "anger", "instructions": "How angry?", "levels": [
+        {"label": "calm"}, {"label": "cross"}, {"label": "furious", "description": "in capitals"},
+    ]},
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Session]:
+    with rekindle.open_sync("tiny", **TINY) as made:
+        yield made
+
+
+@pytest.fixture
+def served(tiny: Session) -> Any:
+    from rekindle.serve import app
+
+    return app(tiny)
+
+
+async def test_answers_have_the_shapes_of_the_api(served: Any, tiny: Session) -> None:
+    body = {"model": "tiny", "input": "Where is my parcel?", "questions": QUESTIONS, "safety_identifier": "x"}
+    answer = await post(served, "/v1/decisions", body)
+    assert answer.status == 200
+    said = answer.json()
+    late, writer, anger = said["answers"]
+    decided = await tiny.decide("Where is my parcel?", {
+        "late": ("The parcel is late.", bool),
+        "writer": ("Who writes?", {"customer": "somebody who waits", "driver": "", "false": ""}),
+        "anger": ("How angry?", {"calm": "", "cross": "", "furious": "in capitals"}),
+    })  # fmt: skip
+    assert late == {"type": "predicate", "name": "late", "probability": pytest.approx(decided["late"].expected)}
+    assert writer["type"] == "choice" and writer["name"] is None
+    assert [entry["value"] for entry in writer["probabilities"]] == ["customer", "driver", False]
+    shares = [entry["probability"] for entry in writer["probabilities"]]
+    assert shares == pytest.approx([*decided["writer"].probabilities.values()], abs=2e-5)
+    assert writer["choice"] == writer["probabilities"][shares.index(max(shares))]["value"]
+    assert writer["confidence"] == pytest.approx(decided["writer"].confidence, abs=2e-5)
+    levels = anger["probabilities"]
+    assert [(entry["value"], entry["label"]) for entry in levels] == [(0, "calm"), (1, "cross"), (2, "furious")]
+    assert anger["score"] == pytest.approx(sum(entry["value"] * entry["probability"] for entry in levels))
+    assert said["model"] == "tiny" and said["usage"]["output_tokens"] == 0
+    assert said["usage"]["total_tokens"] == said["usage"]["input_tokens"] > 0
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "Where is my parcel?"}]}]
+    again = await post(served, "/v1/decisions", {"input": parts, "questions": QUESTIONS[:1], "cache_salt": "a"})
+    assert again.json()["answers"][0]["probability"] == pytest.approx(late["probability"], abs=2e-5)
+
+
+def test_messages_are_apart_by_an_empty_line() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
+    assert input_text([{"role": "user", "content": parts}, {"role": "user", "content": "c"}]) == "a\nb\n\nc"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"questions": []}, "questions", "is empty"),
+        ({"questions": [{"type": "noul", "instructions": "x"}]}, "questions[0].type", "is not known"),
+        ({"questions": [{"type": "predicate"}]}, "questions[0].instructions", "is missing"),
+        ({"questions": [{"type": "choice", "instructions": "x"}]}, "questions[0].choices", "is missing"),
+        ({"questions": [{"type": "score", "instructions": "x", "levels": [{"label": "a"}]}]}, "questions[0].levels",
+         "fewer than 2"),
+        ({"questions": [{"type": "score", "instructions": "x", "levels": [{"label": "a"}] * 2}]}, "questions[0].levels",
+         "has an entry twice"),
+        ({"questions": [{"type": "choice", "instructions": "x", "choices": [{"value": "a"}, {"value": 3}]}]},
+         "questions[0].choices[1].value", "is not a text or a boolean"),
+        ({"input": ""}, "input", "has 0 characters"),
+        ({"input": [{"role": "assistant", "content": "x"}]}, "input[0].role", "is not known"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+         "input[0].content[0].text", "is missing"),
+        ({"input": "word " * 5_000}, "input", "max_model_len is 256"),
+        ({"questions": [{**QUESTIONS[1], "choices": [{"value": str(n)} for n in range(250)]}] * 5}, "questions",
+         "have 1,250 options together"),
+        ({"priority": 2}, "priority", "means nothing under policy"),
+    ],
+)  # fmt: skip
+async def test_errors_name_the_field(served: Any, change: dict[str, Any], param: str, said: str) -> None:
+    answer = await post(served, "/v1/decisions", {"input": "x", "questions": QUESTIONS, **change})
+    assert answer.status == 400, answer.json()
+    assert answer.error["param"] == param and said in answer.error["message"]
+
+
+async def test_documents_are_ranked(served: Any, tiny: Session) -> None:
+    documents = ["A cat.", {"text": "A dog barked."}, "It rained."]
+    answer = await post(served, "/v1/rerank", {"query": "Who barked?", "documents": documents})
+    assert answer.status == 200
+    ranking = await tiny.rerank("Who barked?", ["A cat.", "A dog barked.", "It rained."])
+    said = answer.json()
+    assert [one["index"] for one in said["results"]] == [one.index for one in ranking]
+    scores = [one["relevance_score"] for one in said["results"]]
+    assert scores == pytest.approx([one.relevance for one in ranking], abs=2e-5)
+    assert said["results"][0]["document"] == {"text": ranking[0].document}
+    assert said["usage"]["total_tokens"] > 0 and said["id"].startswith("rerank-")
+    body = {"query": "Who?", "documents": documents, "top_n": 1, "return_documents": False, "instruction": "Find it."}
+    short = (await post(served, "/v1/rerank", body)).json()["results"]
+    assert len(short) == 1 and "document" not in short[0]
+    for change, param in (
+        ({"query": ""}, "query"), ({"documents": []}, "documents"), ({"documents": [3]}, "documents[0]"),
+        ({"top_n": 0}, "top_n"), ({"documents": ["x", " "]}, "documents[1]"),
+    ):  # fmt: skip
+        refused = await post(served, "/v1/rerank", {"query": "q", "documents": ["d"], **change})
+        assert refused.status == 400 and refused.error["param"] == param
+
+
+async def test_a_client_that_leaves_aborts_its_requests(served: Any, tiny: Session) -> None:
+    body = {"query": "Who?", "documents": ["a long text " * 12] * 200}
+    await post(served, "/v1/rerank", body, leave_after=0.1)
+    assert not served.state.rekindle.life.active
