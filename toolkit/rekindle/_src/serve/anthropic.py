@@ -113,11 +113,11 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     output = fields.get("output_config") or {}
     format = output.get("format") or fields.get("output_format") or {"type": "text"}
     path = "output_config.format" if "format" in output else "output_format"
-    structure, names = generation.format_options(format, path)
-    exchange.names = {**exchange.names, **names, "prompt": "messages"}
+    form = generation.form_at(exchange, format, path)
+    exchange.names = {**exchange.names, "prompt": "messages"}
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
-    options |= structure | calls_options(fields, parallel=parallel)
+    options |= form | calls_options(fields, parallel=parallel)
     content = RequestContent(exchange, session)
     messages = await content.messages(lambda read: messages_of(fields, read))
     with exchange.takes_on(content.tokens) as active:

@@ -41,9 +41,8 @@ _OF_BUDGET = ("reasoning_budget", "reasoning_budget_message")  # change no promp
 async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     served, session = generation.model_of(exchange, fields)
     exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(fields), "logprobs": "top_logprobs"}
-    structure, names = generation.structure_options(fields)
-    exchange.names |= names
-    options = {**chat_options(fields, session), **template_options(exchange, fields), **structure}
+    form = generation.form_of(exchange, fields)
+    options = {**chat_options(fields, session), **template_options(exchange, fields), **form}
     streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     content = RequestContent(exchange, session)

@@ -49,9 +49,8 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
     n, echo = fields.get("n", 1), fields.get("echo", False)
     if fields.get("best_of", n) != n:
         raise wrong("best_of", fields["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
-    structure, names = generation.structure_options(fields)
-    exchange.names = {**exchange.names, **names}
-    options = {**generation.sampling_options(fields, session), **structure}
+    form = generation.form_of(exchange, fields)
+    options = {**generation.sampling_options(fields, session), **form}
     options["max_tokens"] = fields.get("max_tokens", MAX_TOKENS)
     if "logprobs" in fields:
         options["logprobs"] = fields["logprobs"]

@@ -80,14 +80,33 @@ def rest_of_context(session: ServedSession) -> int:
     return limit
 
 
-def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options for `response_format` and `structured_outputs`, and their names in the request."""
+def form_of(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options for the form of an answer, of `response_format` and `structured_outputs`.
+
+    The exchange learns their names in the request.
+    """
+    options, names = _structure_options(fields)
+    exchange.names = {**exchange.names, **names}
+    return options
+
+
+def form_at(exchange: Exchange, format: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Return the options for the form of an answer, of the `format` object at a path of the request.
+
+    The exchange learns their names in the request.
+    """
+    options, names = _format_options(format, path)
+    exchange.names = {**exchange.names, **names}
+    return options
+
+
+def _structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     format = fields.get("response_format")
     members = {name: value for name, value in (fields.get("structured_outputs") or {}).items() if value is not None}
     if format is not None and format.get("type") != "text":
         if members:
             raise wrong("structured_outputs", members, "is given together with response_format", "Send one of the two")
-        return format_options(format, "response_format")
+        return _format_options(format, "response_format")
     options: dict[str, Any] = {}
     for name, value in members.items():
         path = f"structured_outputs.{name}"
@@ -101,7 +120,7 @@ def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return options, {_KINDS[name]: f"structured_outputs.{name}" for name in members if name in _KINDS}
 
 
-def format_options(format: Mapping[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
+def _format_options(format: Mapping[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options of a format object. Its schema is in it, or in its `json_schema`."""
     match format.get("type"):
         case "text":

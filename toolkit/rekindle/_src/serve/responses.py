@@ -112,9 +112,9 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     options |= _chat_options(fields)
     store = fields.get("store", True)
     format = (fields.get("text") or {}).get("format") or {"type": "text"}
-    structure, names = generation.format_options(format, "text.format")
-    options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
-    exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
+    options |= generation.form_at(exchange, format, "text.format")
+    options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
+    exchange.names = {**exchange.names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
     shapes = LogprobShapes(exchange.service.token_names(served.name, session))
     fields["input"], exchange.size = await exchange.run(lambda: _with_kept(exchange, fields["input"]))
