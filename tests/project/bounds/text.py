@@ -248,8 +248,9 @@ BOUNDS: list[Bound] = [
         most=2_048, unit="one that refers to many schemas", feed=parameters, count=512, seconds=2, mib=16,
     ),
     STRANGER(
-        "text/replies/history.py: MAX_KEPT, MAX_TOKENS, LONGEST", counts="earlier replies", most=history.MAX_KEPT,
-        unit="one that the template has written otherwise", feed=restored, count=32, seconds=3, mib=64,
+        "text/replies/history.py: MAX_KEPT, MAX_TOKENS, LONGEST, MOST_COMPARED", counts="earlier replies",
+        most=history.MAX_KEPT, unit="one that the template has written otherwise", feed=restored, count=32, seconds=3,
+        mib=64,
     ),
 ]  # fmt: skip
 

@@ -102,6 +102,30 @@ def test_no_caller_chooses_the_spelling_of_another_s_prompt() -> None:
     assert len(chat.replies.restored(prompt, ends, chat.decode, None, "stranger")) == len(prompt) + 4
 
 
+def test_a_prompt_s_replies_are_read_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's loop waits for it: four replies of 15,000 tokens to one prompt kept every stream for half a
+    second, as often as a client spelled them otherwise."""
+    chat, text, read = Chat(), "a" * 1_000, 0
+    for spaces in range(4):
+        chat.wrote(text + " " * spaces, "Hi")
+    prompt, ends = chat.ids("Hi", "\n" + text, "Go on."), chat.writer.tokenizer.eos_ids
+
+    def decode(ids: Any) -> str:
+        nonlocal read
+        read += len(ids)
+        return chat.decode(ids)
+
+    monkeypatch.setattr(history, "MOST_COMPARED", 1_500)
+    assert len(chat.replies.restored(prompt, ends, decode)) == len(prompt) + 2 and 1_000 <= read <= 1_500
+    monkeypatch.setattr(history, "MOST_COMPARED", 900)
+    assert len(chat.replies.restored(prompt, ends, decode)) == len(prompt) + 2, "it was compared before"
+    again = chat.ids("Hi", "\n\n" + text, "Go on.")
+    assert np.array_equal(chat.replies.restored(again, ends, decode), again), "none is read"
+    monkeypatch.setattr(history, "MOST_COMPARED", 1_500)
+    other, read = chat.ids("Hi", "b" + text, "Go on."), 0
+    assert np.array_equal(chat.replies.restored(other, ends, decode), other) and 1_000 <= read <= 1_500
+
+
 def test_an_edited_reply_is_the_caller_s() -> None:
     chat = Chat()
     chat.wrote("  Hello.\n", "Hi")

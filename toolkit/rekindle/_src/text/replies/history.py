@@ -26,6 +26,7 @@ from rekindle._src.text.replies.format import ReplyPlan
 MAX_KEPT = 512  # replies
 MAX_TOKENS = 1 << 20  # of all of them
 LONGEST = 1 << 15  # tokens of one
+MOST_COMPARED = 1 << 14  # tokens of a prompt's replies that are read anew, while a session's loop waits
 _PER_PROMPT = 4  # latest replies to one prompt
 _SPARE = 256  # tokens by which a template's spelling may be longer
 _ENDING = 64  # tokens of a prompt that say how its reply begins
@@ -43,6 +44,12 @@ class WrittenReply:
     prompt: str  # the last part of its prompt
     other: bytes = b""  # the tokens that were compared last,
     agrees: bool = False  # and the result
+
+    def tokens_to_read(self, token_ids: IntArray) -> int:
+        """Return how many of these tokens have to be read for a comparison: none if they were compared last."""
+        if len(token_ids) > 2 * len(self.token_ids) + _SPARE or token_ids.tobytes() == self.other:
+            return 0
+        return len(token_ids)
 
     def is_also(self, token_ids: IntArray, decode: Decode) -> bool:
         """True if these tokens read as the same reply."""
@@ -64,6 +71,7 @@ class WrittenReplies:
         self._lengths = collections.Counter[int]()  # of their prompts
         self._length_of: dict[bytes, int] = {}
         self._tokens = 0
+        self._unread = 0  # tokens that may still be read for the prompt at hand
 
     def __len__(self) -> int:
         return sum(map(len, self._replies.values()))
@@ -100,7 +108,11 @@ class WrittenReplies:
         salt: str | None = None,
         caller: str = "",
     ) -> IntArray:
-        """Return the prompt with earlier replies as they were written. A reply's text reaches to one of `ends`."""
+        """Return the prompt with earlier replies as they were written. A reply's text reaches to one of `ends`.
+
+        Once `MOST_COMPARED` tokens were read, the others stay as they are.
+        """
+        self._unread = MOST_COMPARED
         if not self._lengths or len(token_ids) <= min(self._lengths):
             return token_ids
         places = np.flatnonzero(np.isin(token_ids, list(ends)))
@@ -129,11 +141,19 @@ class WrittenReplies:
     def _match(self, key: bytes, token_ids: IntArray, decode: Decode) -> IntArray | None:
         replies = self._replies.get(key, ())
         match = next((one for one in reversed(replies) if np.array_equal(one.token_ids, token_ids)), None)
-        match = match or next((one for one in reversed(replies) if one.is_also(token_ids, decode)), None)
+        match = match or next((one for one in reversed(replies) if self._compared(one, token_ids, decode)), None)
         if match is None:
             return None
         self._replies.move_to_end(key)
         return match.token_ids
+
+    def _compared(self, one: WrittenReply, token_ids: IntArray, decode: Decode) -> bool:
+        """True if these tokens read as a reply, and no more have to be read for it than may be."""
+        count = one.tokens_to_read(token_ids)
+        if count > self._unread:
+            return False
+        self._unread -= count
+        return one.is_also(token_ids, decode)
 
     def _put(self, key: bytes, prompt_length: int, replies: list[WrittenReply]) -> None:
         self._replies[key], self._length_of[key] = replies, prompt_length
