@@ -226,6 +226,12 @@ def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None
 
 
 @pytest.fixture
+def at_most() -> Callable[[float], float]:
+    """Bound measured seconds, `assert waited < at_most(0.3)`: only the section of clocks holds a test to so few."""
+    return lambda seconds: seconds if CLOCKS else HANG
+
+
+@pytest.fixture
 def within() -> Callable[[float], contextlib.AbstractContextManager[None]]:
     """Bound the time of a block: `with within(2.0):`. Only the section of clocks holds it to so many seconds."""
 
@@ -282,7 +288,7 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if {"short_turns", "within"} & {*getattr(item, "fixturenames", ())}:
+        if {"at_most", "short_turns", "within"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker(pytest.mark.bounded)
     seed = config.getoption("--shuffle")
     if seed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -102,11 +102,13 @@ print('ended')
 
 
 @pytest.mark.parametrize("consume", by_default(["call = {}\nawait call", "call = {}\nasync for delta in call: pass"]))
-def test_interrupt_frees_the_cell_and_aborts_that_request(notebook: Kernel, consume: str) -> None:
+def test_interrupt_frees_the_cell_and_aborts_that_request(
+    notebook: Kernel, consume: str, at_most: Callable[[float], float]
+) -> None:
     notebook.ok("other = session.submit('another', max_tokens=400)")
     cell = notebook.run(interruptible(consume.format(LONG)), during=notebook.interrupt_after(0.5))
     assert cell.error in ("KeyboardInterrupt", "CancelledError"), cell
-    assert freed_after(notebook) < 0.3
+    assert freed_after(notebook) < at_most(0.3)
     assert cell.traceback.count("rekindle") <= 6, cell.traceback
     assert notebook.ok("eventually(lambda: call.done); print(call.status, len(call.token_ids) > 0)") == "aborted True"
     assert notebook.ok("print(other.status)") in ("decode", "finished")
@@ -135,12 +137,12 @@ def test_repeated_interrupts_are_harmless(asyncio_kernel: Kernel) -> None:
     check_nothing_leaked(asyncio_kernel)
 
 
-def test_interrupt_of_a_blocking_call(asyncio_kernel: Kernel) -> None:
+def test_interrupt_of_a_blocking_call(asyncio_kernel: Kernel, at_most: Callable[[float], float]) -> None:
     cell = asyncio_kernel.run(
         interruptible("session.generate_sync('a', max_tokens=400)"), during=asyncio_kernel.interrupt_after(0.3)
     )
     assert cell.error == "KeyboardInterrupt"
-    assert freed_after(asyncio_kernel) < 0.3
+    assert freed_after(asyncio_kernel) < at_most(0.3)
     check_nothing_leaked(asyncio_kernel)
 
 
