@@ -118,6 +118,25 @@ def test_reasoning_is_folded_once_the_answer_begins(shown: Callable[..., list[st
     assert shown("", reasoning=thought) == ["First I think about", "it, and then more."], "that is all there is"
 
 
+def test_folded_reasoning_says_its_seconds_and_tokens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter(range(0, 1_000, 2))
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(now))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setattr(screen, "terminal_columns", lambda out: 60)
+    writer = TerminalWriter()
+    writer._draws = False  # each look at the clock is one of the reasoning's
+    for _ in range(2):  # an answer's figures are its own
+        for piece in ("I ", "think", "."):
+            writer.reason(piece, 7)
+        writer._draws = True
+        writer.write("So.")
+        writer.end()
+        assert "reasoning, 4 s, 21 tokens" in Screen(60).feed(capsys.readouterr().out)
+        writer._draws = False
+
+
 def test_a_wait_that_was_drawn_over_the_text_leaves_it_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ from helpers.fakes import EchoModel
 from helpers.replies import tool
 from helpers.sessions import CONFIG, eventually, front_of, opened
 from rekindle import Sampling, Session
+from rekindle._src.core import words
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
 from rekindle._src.notebook.dashboard import StepRecord, TimelinePicture
@@ -695,11 +696,15 @@ class TestChat:
                     assert raw not in made.partition("tokens: click one")[0]
                 assert 'data-token="0"' in made.partition("tokens: click one")[2]
                 assert made.index("<details") < made.index("They ask **why**") < made.index("<i>look</i>")
-                assert "weather(city=&#x27;&lt;Paris&gt;&#x27;)" in made
+                assert 'aria-label="Call of weather"' in made and "&lt;Paris&gt;</code>" in made
+                completion = view._handle.so_far()
+                assert completion.usage.reasoning_tokens == len("They ask **why**")
+                assert f"reasoning, {words.seconds(completion.timings.reasoning)}, 16 tokens" in made
                 view.send("And now?")
                 made = view.draw()
                 assert view.messages[1]["content"] == said, "the model reads what it wrote"
-                assert "weather(city=" in made.partition("And now?")[0]
+                assert 'aria-label="Call of weather"' in made.partition("And now?")[0]
+                assert "16 tokens" in made.partition("And now?")[0]
                 assert "&lt;tool_call" not in made.partition("And now?")[0]
                 view.handle.result_sync()
                 view.fork(3, "x")
@@ -708,6 +713,42 @@ class TestChat:
             finally:
                 view.stop()
                 view.join(60)
+
+    def test_what_begins_as_a_call_and_is_none_is_marked(self) -> None:
+        said = 'Let me see.<tool_call>{"name": "weather", "arguments": {"city": <Paris>}}</tool_call>\n\nDone.'
+        with saying(said) as session:
+            view = session.view.chat(max_tokens=400, tools=[tool("weather", city="string")])
+            try:
+                view.send("What is the weather?")
+                view._handle.result_sync()
+                made = view.draw().partition("tokens: click one")[0]
+                mark = made.index('aria-label="not read as a call"')
+                assert made.index("Let me see.") < mark < made.index("&lt;tool_call&gt;") < made.index("Done.")
+                assert "Call of" not in made and made.count("not read as a call") == 2
+                reply = view._last.reply
+                assert reply.unread == (said[11 : said.index("\n\n")],) and reply.content == said
+            finally:
+                view.stop()
+                view.join(60)
+
+    def test_messages_with_calls_show_them_with_their_results(self, view: ChatView) -> None:
+        call = {"id": "a1", "type": "function", "function": {"name": "weather", "arguments": {"days": [1, "x"]}}}
+        view.messages = [
+            {"role": "user", "content": "What is the weather?"},
+            {"role": "assistant", "content": "", "reasoning_content": "I ask the *tool*.", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "a1", "content": "sunny <b>"},
+            {"role": "assistant", "content": "It is sunny."},
+        ]
+        made = view.draw()
+        card = made.index('aria-label="Call of weather"')
+        assert (
+            made.index("reasoning, 4 words") < card < made.index("[1, &quot;x&quot;]") < made.index("sunny &lt;b&gt;")
+        )
+        view.messages[2] = {**view.messages[2], "content": "rain"}
+        assert (
+            "rain"
+            in view.draw().partition("It is sunny.")[0].partition("Call of weather")[2].partition("</div></div>")[0]
+        )
 
     def test_it_sleeps_while_nobody_speaks(self, view: ChatView) -> None:
         before, began = view.pictures, time.monotonic()

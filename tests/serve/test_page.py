@@ -176,6 +176,27 @@ async def test_a_question_comes_back_from_an_answer_of_reasoning_alone_with_the_
 
 
 @pytest.mark.anyio
+async def test_reasoning_is_folded_with_its_seconds_and_tokens() -> None:
+    pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
+    steps = [
+        ("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "send", "Send"),
+        ("type", "text", "And?"), ("click", "send"), ("shows", "send", "Send"),
+    ]  # fmt: skip
+    with saying("<think>They <b>greet</b> me</think>*Hi*") as session:
+        async with await session.serve() as server:
+            found = await anyio.to_thread.run_sync(lambda: shown(server.url, *steps))
+    said = json.dumps(found["talk"]["tree"])
+    fold = re.search(
+        r'\["details", "", \["summary", "note", "reasoning, ([^"]*)"\], \["div", "thoughts", "([^"]*)"\]', said
+    )
+    assert fold is not None and fold[2] == "They <b>greet</b> me", said
+    assert re.fullmatch(r"[\d.]+ m?s, 20 tokens", fold[1])
+    assert "They" not in said.partition('"details"')[0]
+    first, second = (body["messages"] for body in found["sent"])
+    assert second[1] == {"role": "assistant", "content": "*Hi*", "reasoning_content": "They <b>greet</b> me"}, first
+
+
+@pytest.mark.anyio
 async def test_an_answer_comes_back_if_another_one_is_refused(session: Session) -> None:
     pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
     steps = [("shows", "models", "tokens"), ("type", "text", "Hello"), ("click", "send"), ("shows", "talk", "token")]

@@ -246,7 +246,7 @@ def test_a_completion_shows_calls_and_folds_its_reasoning_away() -> None:
         reply: Completion = session.chat(USER, tools=[weather]).result_sync()
         shown = reply._repr_html_()
         assert "<details" in shown and "reasoning" in shown and evil not in shown
-        assert "weather(city=&#x27;&lt;b&gt;bold&lt;/b&gt;&#x27;)" in shown
+        assert "Call of weather" in shown and "&lt;b&gt;bold&lt;/b&gt;</code>" in shown
         assert "1 tool call, " in repr(reply)
         call = reply.tool_calls[0]
         assert isinstance(call, ToolCall) and str(call) == f"weather(city='{evil}')" and "weather" in repr(call)

@@ -12,10 +12,13 @@ from typing import NamedTuple
 import pytest
 
 import rekindle
+from rekindle._src.calls.tool_loop import message_table
 from rekindle._src.core.activity import State
 from rekindle._src.core.drawable import Drawable, Record, html_of
+from rekindle._src.core.reply import Reply, ToolCall
 from rekindle._src.scheduling.drafting.drafter import DraftCounts
 from rekindle._src.views import drawing
+from rekindle._src.views.replies import ReasoningFigures, summary
 
 
 @pytest.mark.parametrize("name", drawing.DRAWINGS)
@@ -71,6 +74,33 @@ assert "temperature" in sampling._repr_html_()
 assert drawn() and "jax" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_reply_is_drawn_by_its_parts() -> None:
+    calls = (ToolCall("1", "write", {"text": "<a>\nb", "n": 3, "all": None}), ToolCall("2", "time", {}))
+    made = html_of(Reply("Well: <tool_call>{\n\nNo.", "Hm <hm>", calls, ("<tool_call>{",)))
+    places = [made.index(text) for text in ("Hm &lt;hm&gt;", "Well: ", "&lt;tool_call&gt;{", "No.", "write", "time")]
+    assert places == sorted(places)
+    assert "<code" in made and "&lt;a&gt;\nb</code>" in made and ">3</code>" in made and ">null</code>" in made
+    assert made.count('role="group"') == 2 and made.count('role="note"') == 1
+    assert "reasoning, 2 words" in made
+    assert summary("x", ReasoningFigures(1, 0.0)) == "reasoning, 1 token"
+    assert summary("x", ReasoningFigures(1_200, 2.5)) == "reasoning, 2.5 s, 1,200 tokens"
+
+
+def test_messages_are_drawn_with_calls_as_cards() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
+    other = {"function": {"name": "day", "arguments": '{"cut": '}}  # as another library had it
+    messages = [
+        {"role": "user", "content": "When?"},
+        {"role": "assistant", "content": "", "reasoning_content": "I ask.", "tool_calls": [call, other]},
+        {"role": "tool", "tool_call_id": "1", "content": "x" * 500},
+        {"role": "tool", "tool_call_id": "9", "content": "of no call"},
+    ]
+    made = message_table(messages)
+    assert made.count("x" * 500) == 1 and "result, 500 characters" in made, "a long result is folded"
+    assert made.index("I ask.") < made.index("Call of time") < made.index("UTC") < made.index("Call of day")
+    assert "of no call" in made
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

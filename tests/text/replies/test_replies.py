@@ -312,6 +312,21 @@ def test_how_much_space_may_stand_before_a_literal_does_not_depend_on_pieces(cou
             assert fold(events_of(FORMATS[family], [*text])) == expected
 
 
+def test_what_begins_as_a_call_and_is_none_is_unread() -> None:
+    for text, unread in (
+        ('So:\n<tool_call>{"name": "time"\n\nWell.', ('<tool_call>{"name": "time"',)),
+        ('<tool_call>{"name": "time", "arguments": {}}</tool_call> <tool_call>{"nam', ('<tool_call>{"nam',)),
+        ("<tool_call>no\n<tool_call>{}</tool_call>", ("<tool_call>no", "<tool_call>{}</tool_call>")),
+        ('{"name": "unknown", "parameters": {}}', ()),
+        ("a < b", ()),
+    ):
+        for calls_in_pieces in (False, True):
+            for size in (1, 3, 1_000):
+                pieces = [text[at : at + size] for at in range(0, len(text), size)]
+                reply = fold(events_of(FORMATS["hermes"], pieces, calls_in_pieces=calls_in_pieces))
+                assert reply.unread == unread, (text, size, calls_in_pieces)
+
+
 @pytest.mark.parametrize("length", [0, 200, 250, 254, 255, 256, 257, 258, 260, 300, 600])
 @pytest.mark.parametrize(
     ("family", "text"),

@@ -18,7 +18,7 @@ from rekindle._src.calls import content
 from rekindle._src.calls.call import Call
 from rekindle._src.calls.content import PromptOptions, RequestOptions
 from rekindle._src.calls.handle import Handle, SyncStream
-from rekindle._src.calls.tool_loop import ToolLoop, described, message_table
+from rekindle._src.calls.tool_loop import ToolLoop, message_table, text_of
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.options import takes_options
@@ -472,7 +472,7 @@ class Turn(Call[Completion]):
     @property
     def said(self) -> str:
         """The message to the model: the user's text, or the results of calls."""
-        return "\n".join(map(described, self.asked))
+        return "\n".join(map(text_of, self.asked))
 
     @property
     def _continues(self) -> bool:

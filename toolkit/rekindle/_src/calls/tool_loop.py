@@ -27,7 +27,7 @@ from rekindle._src.dispatch.threads import blocks, fresh
 from rekindle._src.text.replies import ReplyPlan
 from rekindle._src.text.replies.call_grammar import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle._src.views import html
+from rekindle._src.views import html, replies
 from rekindle.errors import InvalidRequest, RequestAborted
 
 log = logging.getLogger("rekindle.tools")
@@ -87,28 +87,29 @@ class ToolRun:
 
 
 def message_table(messages: Sequence[Mapping[str, Any]]) -> html.Markup:
-    """Return messages as a table, with thumbnails of their first contents."""
-    rows, most = list[tuple[object, ...]](), MOST_DRAWN
-    for message in messages:
-        shown, count = drawn(message.get("content"), most)
-        text = html.escape(described(message))
-        rows.append((message.get("role"), html.Markup(f"{text}{shown}")))
+    """Return messages as a table: reasoning folded, calls as cards with their results, thumbnails of first contents."""
+    rows, most, shown = list[tuple[object, ...]](), MOST_DRAWN, set[str]()
+    for at, message in enumerate(messages):
+        if message.get("role") == "tool" and message.get("tool_call_id") in shown:
+            continue  # it is in the card of its call
+        attached, count = drawn(message.get("content"), most)
+        text = html.escape(text_of(message))
+        if reasoning := message.get("reasoning_content"):
+            text = f"{html.details(replies.summary(str(reasoning)), html.text(str(reasoning)))}{text}"
+        results, calls = replies.results_of(messages, at), replies.calls_of(message)
+        shown = {call.id for call in calls} & results.keys() if calls else shown
+        cards = [replies.card(call.name, call.arguments, results.get(call.id)) for call in calls]
+        rows.append((message.get("role"), html.Markup(f"{text}{''.join(cards)}{attached}")))
         most -= count
     return html.table(["role", "content"], rows)
 
 
-def described(message: Mapping[str, Any]) -> str:
-    """Return a message as one text: its content, and its calls as in Python."""
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a message as one text."""
     content = message.get("content")
     if isinstance(content, list | tuple):
         content = "".join(map(_described_part, content))
-    parts = [content if isinstance(content, str) else str(content)] if content else []
-    for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if arguments else ""
-        parts.append(f"{function.get('name')}({keywords})")
-    return "\n".join(parts)
+    return (content if isinstance(content, str) else str(content)) if content else ""
 
 
 def _described_part(part: Any) -> str:

@@ -40,10 +40,12 @@ from rekindle._src.views.answers import (
 )
 from rekindle._src.views.branches import Branch, Branches
 from rekindle._src.views.labels import visible
+from rekindle._src.views.replies import UNREAD, calls_of, summary
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, RekindleError, RequestFailed, StoreError
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 SHOWN_TOKENS = 400  # of an answer, for /fork
+_SHOWN = 160  # characters of a call or its result
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +124,7 @@ class Chat:
                 with self.reader.waiting():
                     for delta in turn.stream_sync():
                         self._reasoning += delta.reasoning
-                        self.writer.reason(delta.reasoning)
+                        self.writer.reason(delta.reasoning, len(delta.token_ids))
                         self.writer.write(delta.content)
             except KeyboardInterrupt:
                 turn.cancel()
@@ -162,6 +164,8 @@ class Chat:
         messages = self.conversation.messages
         self._facts[str(messages[-1].get("content"))] = tuple(filter(None, facts))
         self._say_facts(len(messages) - 1)
+        for text in completion.reply.unread if completion.reply is not None else ():
+            self.note(f"{UNREAD}: {words.shorten(text, 60)}")
 
     def _say_facts(self, at: int) -> None:
         messages = self.conversation.messages
@@ -345,9 +349,15 @@ class Chat:
             if message["role"] == "user":
                 versions = self.branches.place(self.conversation.messages[:place], message)
                 self.note(f"> {_words(message)}" + (f"  ‹ {versions} ›" if versions.total > 1 else ""))
+            elif message["role"] == "tool":
+                self.note(f"  result: {words.shorten(_words(message), _SHOWN)}")
             else:
+                if reasoning := message.get("reasoning_content"):
+                    self.note(summary(str(reasoning)))
                 self.writer.write(_words(message))
-                self.writer.end()
+                self.writer.end(empty=True)
+                for call in calls_of(message):
+                    self.note(words.shorten(f"calls {call}", _SHOWN))
                 self._say_facts(place)
 
     def settings(self, argument: str) -> None:

@@ -15,8 +15,8 @@ from prompt_toolkit.styles import Style
 
 from rekindle._src.cli.controls import for_stream
 from rekindle._src.cli.rows import QUIET, Row, markdown, plain
-from rekindle._src.core import words
 from rekindle._src.core.activity import erased_lines, terminal_columns
+from rekindle._src.views.replies import ReasoningFigures, summary
 
 INTERVAL: Final = 0.05  # seconds between two drawings at least
 PAUSE: Final = 4.0  # and so many times the last drawing's time: drawing takes a fifth of the time at most
@@ -34,7 +34,8 @@ class TerminalWriter:
         self._draws = sys.stdout.isatty()
         self._output: Any = create_output(sys.stdout) if self._draws else None
         self._text = ""  # from the block on that is not complete
-        self._reasoning = ""
+        self._reasoning, self._figures = "", ReasoningFigures()
+        self._began_reasoning = 0.0
         self._rows: list[Row] = []  # of that block, as they are on the screen
         self._began = False
         self._due = 0.0
@@ -52,8 +53,13 @@ class TerminalWriter:
         if text and time.monotonic() >= self._due:
             self._draw()
 
-    def reason(self, text: str) -> None:
-        """Write text of the reasoning before the answer, which is folded once the answer begins."""
+    def reason(self, text: str, tokens: int = 0) -> None:
+        """Write text of the reasoning before the answer, of so many tokens. It is folded once the answer begins."""
+        if text:
+            now = time.monotonic()
+            if not self._reasoning:
+                self._began_reasoning, self._figures = now, ReasoningFigures()
+            self._figures = ReasoningFigures(self._figures.tokens + tokens, now - self._began_reasoning)
         self._reasoning += text
         self._began = self._began or bool(text)
         if self._draws and text and time.monotonic() >= self._due:
@@ -95,10 +101,10 @@ class TerminalWriter:
 
     def _fold(self) -> None:
         """Leave one line of the reasoning."""
-        summary = f"reasoning, {words.count(len(self._reasoning.split()), 'word')}"
+        line = summary(self._reasoning, self._figures)
         self._reasoning = ""
         if self._draws:
-            self._replace([[(QUIET, summary)], [], []])
+            self._replace([[(QUIET, line)], [], []])
             self._rows = self._rows[-1:]
 
     def _draw(self) -> None:

@@ -497,8 +497,9 @@ class Timings(Record):
     total: float  # submit to end
     compiling: float = 0.0  # of total, while steps waited for a program to be compiled or loaded
     compiling_later: float = 0.0  # of that, after the first token
+    reasoning: float = 0.0  # of total, from the first text of reasoning to the last
 
-    _seconds = ("queued", "first_token", "total", "compiling", "compiling_later")
+    _seconds = ("queued", "first_token", "total", "compiling", "compiling_later", "reasoning")
 
     def decode_rate(self, tokens: int) -> float:
         """Return the tokens per second after the first one, without the time for compiling programs."""

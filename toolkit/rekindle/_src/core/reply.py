@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from rekindle._src.core.drawable import Record
@@ -22,6 +23,7 @@ class ContentDelta(Record):
     """Text of the answer itself."""
 
     text: str
+    unread: bool = False  # it begins as a call does, and could not be read as one
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -98,18 +100,23 @@ class Reply(Record):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    unread: tuple[str, ...] = ()  # texts of the content that begin as calls do, and could not be read as ones
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:
     """Return the reply that events add up to, without calls that have incomplete arguments."""
     content: list[str] = []
     reasoning: list[str] = []
+    length, starts = 0, list[int]()  # of the content so far; of texts in it that begin as calls
     calls: dict[int, ToolCallStarted] = {}
     arguments: dict[int, list[str]] = {}
     for event in events:
         match event:
             case ContentDelta(text):
+                if event.unread:
+                    starts.append(length + len(text) - len(text.lstrip()))
                 content.append(text)
+                length += len(text)
             case ReasoningDelta(text):
                 reasoning.append(text)
             case ToolCallStarted(index):
@@ -118,13 +125,24 @@ def fold(events: Iterable[ReplyEvent]) -> Reply:
                 arguments.setdefault(index, []).append(text)
             case ToolCallDropped(index, text):
                 calls.pop(index, None)
+                starts.append(length + len(text) - len(text.lstrip()))
                 content.append(text)
+                length += len(text)
     tool_calls = []
     for index, call in calls.items():
         text = "".join(arguments.get(index, ()))
         with contextlib.suppress(ValueError):
             tool_calls.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
-    return Reply("".join(content), "".join(reasoning), tuple(tool_calls))
+    said = "".join(content)
+    return Reply(said, "".join(reasoning), tuple(tool_calls), tuple(_unread(said, starts)))
+
+
+def _unread(content: str, starts: list[int]) -> Iterator[str]:
+    """Yield the texts that begin there, each up to a blank line or the next one: where reading gave up says little."""
+    for start, following in itertools.pairwise([*starts, len(content)]):
+        blank = content.find("\n\n", start, following)
+        if text := content[start : following if blank < 0 else blank].strip():
+            yield text
 
 
 def as_text(value: object) -> str:

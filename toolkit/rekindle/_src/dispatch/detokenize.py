@@ -203,6 +203,7 @@ class OutputState(Output):
                 return outcome
             fields |= part.completion(SequenceEnd(reason, text, self._tokens))
         usage = dataclasses.replace(usage, reasoning_tokens=fields.pop("reasoning_tokens", 0))
+        timings = dataclasses.replace(timings, reasoning=fields.pop("reasoning_seconds", 0.0))
         return Completion(
             id=request.id,
             text=text,

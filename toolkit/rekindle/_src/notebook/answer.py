@@ -8,6 +8,7 @@ from typing import NamedTuple
 from rekindle._src.core.records import FinishReason, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.notebook.live import RequestLike, SessionLike
+from rekindle._src.views.replies import NO_FIGURES, ReasoningFigures
 from rekindle.errors import RequestAborted
 
 
@@ -69,7 +70,13 @@ class LastAnswer(NamedTuple):
         if any(piece.events is None for piece in pieces):
             return None
         reply = fold(event for piece in pieces for event in piece.events or ())
-        return reply if reply.reasoning or reply.tool_calls else None
+        return reply if reply.reasoning or reply.tool_calls or reply.unread else None
+
+    @property
+    def figures(self) -> ReasoningFigures:
+        """How much the model reasoned, once it has ended an answer that was made at once."""
+        completion = None if self.kept or not self.handle.done else self.handle.so_far()
+        return NO_FIGURES if completion is None else ReasoningFigures.of(completion)
 
     def logprobs(self, index: int) -> TokenLogprobs | None:
         """Return the known likely tokens at a place of the answer, or None."""

@@ -6,13 +6,13 @@ nothing that could not be pressed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rekindle._src.core import words
 from rekindle._src.core.reply import Reply
 from rekindle._src.notebook.markdown import has_markup, render
-from rekindle._src.views import html, style
+from rekindle._src.views import html, replies, style
 from rekindle._src.views.branches import Place
 
 _SHADED = "width:fit-content;max-width:min(80ch,85%);padding:6px 14px;border-radius:12px;overflow-x:auto"
@@ -94,14 +94,17 @@ def _speaker(role: str) -> str:
     return {"user": "You", "assistant": "Answer"}.get(role, _FOLDED.get(role, role))
 
 
-def body(role: str, content: str, reply: Reply | None = None, *, key: str = "", attached: str = "") -> str:
+def body(
+    role: str, content: str, reply: Reply | None = None, *, figures: replies.ReasoningFigures = replies.NO_FIGURES,
+    results: Mapping[str, str] | None = None, key: str = "", attached: str = "",
+) -> str:  # fmt: skip
     """Return a complete message: Markdown if the model wrote it, else the text as it was typed.
 
-    HTML of what is `attached` comes first. A model's `reply` with reasoning or calls is shown by its parts; an unfolded
-    part stays so under the same `key`.
+    HTML of what is `attached` comes first. A model's `reply` with reasoning or calls is shown by its parts, its calls
+    with their `results`; an unfolded part stays so under the same `key`.
     """
     if reply is not None:
-        return _parts(reply, key)
+        return replies.parts(reply, figures, render=_rendered, results=results, key=key)
     text = _rendered(content) if role == "assistant" else html.text(content)
     return f"{attached}{text}"
 
@@ -113,6 +116,7 @@ def answer(
     complete: bool,
     picking: bool = False,
     reply: Reply | None = None,
+    figures: replies.ReasoningFigures = replies.NO_FIGURES,
     key: str = "",
 ) -> str:
     """Return the last answer with clickable tokens, from its texts and the number of tokens of each.
@@ -124,7 +128,7 @@ def answer(
     text = "".join(piece for piece, _ in pieces)
     tokens = "".join(_clickable(pieces, marked, complete))
     if reply is not None:
-        shown = _parts(reply, key) + ("" if complete else _CARET)
+        shown = replies.parts(reply, figures, render=_rendered, key=key) + ("" if complete else _CARET)
     elif complete and has_markup(text):
         shown = render(text)
     else:
@@ -134,15 +138,6 @@ def answer(
 
 
 _CARET = '<span aria-hidden="true"> ▌</span>'
-
-
-def _parts(reply: Reply, key: str) -> str:
-    """Return a reply's parts: the reasoning, folded, then the content, then the tool calls."""
-    summary = f"reasoning, {words.count(len(reply.reasoning.split()), 'word')}"
-    reasoning = html.details(summary, html.text(reply.reasoning), key=key) if reply.reasoning else ""
-    content = _rendered(reply.content) if reply.content.strip() else ""
-    calls = [f"{html.code(str(call))}" for call in reply.tool_calls]
-    return f"{reasoning}{content}{''.join(calls)}"
 
 
 def _rendered(content: str) -> str:

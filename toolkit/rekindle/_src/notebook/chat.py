@@ -24,6 +24,7 @@ from rekindle._src.notebook.transcripts import Message, Transcripts, new_name
 from rekindle._src.views import html
 from rekindle._src.views.answers import CHOICES, SUGGESTIONS, facts_of, stop_of
 from rekindle._src.views.branches import Branch, Branches, Place
+from rekindle._src.views.replies import NO_FIGURES, ReasoningFigures, reply_of, results_of
 from rekindle.errors import InvalidRequest, PromptTooLong, RekindleError, RequestAborted
 
 _SAY = field("say", "Say something", width="100%", grows=True, group="say")
@@ -116,7 +117,8 @@ class ChatView(Live):
         self._edit: tuple[Draft, Draft] | None = None  # the next message before and after `edit`
         self._branches = Branches[LastAnswer]()
         self._bubbles: list[tuple[object, str]] = []  # pictures of the messages, each with what it shows
-        self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
+        # Earlier answers with reasoning or calls, by their texts.
+        self._replies: dict[str, tuple[Reply, ReasoningFigures]] = {}
         self._facts: dict[str, tuple[str, ...]] = {}  # the quiet lines of earlier answers, by their texts
         self._peek: RequestLike | None = None  # asks what could stand at the marked token
         self._picking = False  # the tokens of the answer are shown to pick one
@@ -597,7 +599,7 @@ class ChatView(Live):
         if self._last is not None:
             self._last.handle.cancel()
             if (reply := self._last.reply) is not None:
-                self._replies[self.answer] = reply
+                self._replies[self.answer] = reply, self._last.figures
             self._facts[self.answer] = self._quiet()
             self.messages.append({"role": "assistant", "content": self.answer})
         self._drop()
@@ -650,13 +652,15 @@ class ChatView(Live):
     def _bubble(self, index: int, role: str, content: Any, most: int, place: Place) -> str:
         """Return a complete message with at most `most` thumbnails, which is drawn once."""
         said = content if isinstance(content, str) else ""
-        reply, facts = self._replies.get(said), self._facts.get(said, ()) if role == "assistant" else ()
-        shown = (role, content, reply, most, place, facts)
+        reply, figures = self._replies.get(said, (None, NO_FIGURES))
+        reply, results = reply or reply_of(self.messages[index]), results_of(self.messages, index)
+        facts = self._facts.get(said, ()) if role == "assistant" else ()
+        shown = (role, content, reply, results, most, place, facts)
         if index < len(self._bubbles) and self._bubbles[index][0] == shown:
             return self._bubbles[index][1]
         del self._bubbles[index:]
         key, attached = f"reasoning {index}", drawn_of(content, most)
-        body = bubbles.body(role, text_in(content), reply, key=key, attached=attached)
+        body = bubbles.body(role, text_in(content), reply, figures=figures, results=results, key=key, attached=attached)
         actions = {"user": (bubbles.COPY, bubbles.EDIT), "assistant": (bubbles.COPY, bubbles.AGAIN)}.get(role, ())
         drawn = bubbles.turn(role, body, at=index, actions=actions, quiet=facts, place=place)
         self._bubbles.append((shown, drawn))
@@ -682,7 +686,7 @@ class ChatView(Live):
         handle, pieces = last.handle, [(piece.text, len(piece.token_ids)) for piece in last.pieces]
         body = bubbles.answer(
             pieces, marked=self._marked, complete=handle.done, picking=self._picking, reply=last.reply,
-            key=f"reasoning {at}",
+            figures=last.figures, key=f"reasoning {at}",
         )  # fmt: skip
         actions: tuple[bubbles.Action, ...] = ()
         if handle.done and not self.ended:

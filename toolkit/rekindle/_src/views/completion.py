@@ -1,4 +1,4 @@
-"""The drawing of completions and of chats' replies: text, shades of its tokens, and how it was made."""
+"""The drawing of completions: text, shades of its tokens, and how it was made."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from rekindle._src.core import words
 from rekindle._src.core.records import Completion, TokenLogprobs, problem_of, summary_of
-from rekindle._src.core.reply import Reply
-from rekindle._src.views import html
+from rekindle._src.views import html, replies
 
 
 def completion(done: Completion) -> html.Markup:
@@ -15,30 +14,27 @@ def completion(done: Completion) -> html.Markup:
     parts: list[str] = [html.images(done.images), html.line(done.question) if done.question else ""]
     if done.prompt_logprobs is not None:
         parts.append(html.tokens(_prompt(done, done.prompt_logprobs)))
-    parts.append(_text(done) if done.logprobs is not None or done.reply is None else reply(done.reply))
+    if done.logprobs is not None or done.reply is None:
+        parts.append(_text(done))
+    else:
+        parts.append(html.block(replies.parts(done.reply, replies.ReasoningFigures.of(done))))
     rate = done.timings.decode_rate(len(done.token_ids))
     first = (summary_of(done), f"{rate:.0f} tokens/s" if rate else "", problem_of(done))
     facts = html.pairs({name: value for name, value in _facts(done).items() if value})
     return html.block(*parts, html.details(" · ".join(filter(None, first)), facts))
 
 
-def reply(answer: Reply) -> html.Markup:
-    """Draw an answer with its calls in Python's notation; the reasoning is folded."""
-    parts = [html.details("reasoning", html.text(answer.reasoning))] if answer.reasoning else []
-    if answer.content or not answer.tool_calls:
-        parts.append(html.text(answer.content))
-    return html.block(*parts, *(html.code(str(call)) for call in answer.tool_calls))
-
-
 def _facts(done: Completion) -> dict[str, str]:
     """Return how the text was made, for a closer look."""
     usage, timings = done.usage, done.timings
+    thought = usage.reasoning_tokens
     shaded = (*(done.prompt_logprobs or ()), *(done.logprobs or ()))
     others = "; point at a token for others" if any(entry.top_ids for entry in shaded) else ""
     return {
         "prompt": f"{words.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
         "first token after": words.seconds(timings.first_token) if timings.total else "",
         "queued for": words.seconds(timings.queued) if timings.queued >= 0.001 else "",
+        "reasoning": f"{words.seconds(timings.reasoning)}, {words.count(thought, 'token')}" if thought else "",
         "compiling": words.seconds(timings.compiling) if timings.compiling >= 0.05 else "",
         "grammar": f"{words.count(sum(done.forced), 'token')} forced by the grammar" if any(done.forced) else "",
         "shade": f"the more orange, the less likely{others}" if shaded else "",

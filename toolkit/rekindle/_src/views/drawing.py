@@ -17,7 +17,7 @@ DRAWINGS: Final[Mapping[str, str]] = {
     "core.activity.State": "facts.wait",
     "core.captured.Captured": "captured.captured",
     "core.records.Completion": "completion.completion",
-    "core.reply.Reply": "completion.reply",
+    "core.reply.Reply": "replies.reply",
     "core.drawable.Record": "drawing.record",
     "kvcache.persist.snapshot.SnapshotInfo": "facts.snapshot",
     "kvcache.writer.SaveReport": "facts.save_report",

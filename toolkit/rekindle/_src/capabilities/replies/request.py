@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -77,7 +78,10 @@ def _tokens_in(front: Front, text: str) -> int:
 
 
 class ReplyOutput(Part[None]):
-    __slots__ = ("_count", "_events", "_keep", "_reasoning_tokens", "_scanner", "_uncounted", "_waiting", "visible")
+    __slots__ = (
+        "_began", "_clock", "_count", "_events", "_keep", "_latest", "_reasoning_seconds", "_reasoning_tokens",
+        "_scanner", "_uncounted", "_waiting", "visible",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -85,11 +89,15 @@ class ReplyOutput(Part[None]):
         visible: frozenset[str],
         keep: Callable[[Reply, Sequence[int]], None],
         count: Callable[[str], int],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scanner, self.visible = scanner, visible
         self._count = count  # the tokens of a text
         self._reasoning_tokens = self._waiting = 0
         self._uncounted: list[str] = []  # reasoning of so many characters that wait to be counted
+        self._clock, self._reasoning_seconds = clock, 0.0
+        self._began: float | None = None  # when the reasoning began that goes on
+        self._latest = 0.0  # when its latest text came
         self._keep = keep  # takes a reply that its model has ended, and its tokens
         self._events: list[ReplyEvent] = []
 
@@ -101,9 +109,18 @@ class ReplyOutput(Part[None]):
             if isinstance(event, ReasoningDelta):
                 self._uncounted.append(event.text)
                 self._waiting += len(event.text)
+                self._latest = self._clock()
+                self._began = self._latest if self._began is None else self._began
+            else:
+                self._end_reasoning()
         if self._waiting >= _COUNTED:
             self._count_reasoning()
         return {"events": tuple(events)}
+
+    def _end_reasoning(self) -> None:
+        if self._began is not None:
+            self._reasoning_seconds += self._latest - self._began
+            self._began = None
 
     def _count_reasoning(self) -> None:
         self._reasoning_tokens += self._count("".join(self._uncounted))
@@ -115,4 +132,6 @@ class ReplyOutput(Part[None]):
             self._keep(reply, end.tokens[:-1])
         if self._waiting:
             self._count_reasoning()
-        return {"reply": reply, "reasoning_tokens": self._reasoning_tokens}
+        self._end_reasoning()
+        counted = {"reasoning_tokens": self._reasoning_tokens, "reasoning_seconds": self._reasoning_seconds}
+        return {"reply": reply, **counted}

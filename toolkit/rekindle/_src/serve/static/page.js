@@ -102,7 +102,7 @@ function sampling() {
 
 async function read(answer, drawn) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
-  const facts = {text: "", first: 0, last: 0, tokens: 0, end: ""};
+  const facts = {text: "", first: 0, last: 0, tokens: 0, end: "", thoughts: "", began: 0, thought: 0, thinking: 0};
   for (let rest = "";;) {
     const {done, value} = await reader.read();
     if (done) return facts;
@@ -113,29 +113,48 @@ async function read(answer, drawn) {
       const event = JSON.parse(line.slice(6));
       if (event.error) throw Object.assign(new Error(event.error.message), event.error);
       const choice = event.choices && event.choices[0];
-      if (event.usage) facts.tokens = event.usage.completion_tokens;
-      if (choice && choice.finish_reason) facts.end = choice.finish_reason;
-      if (choice && choice.delta && choice.delta.content) {
-        facts.last = performance.now();
-        facts.first = facts.first || facts.last;
-        facts.text += choice.delta.content;
-        drawn(facts);
+      if (event.usage) {
+        facts.tokens = event.usage.completion_tokens;
+        facts.thinking = (event.usage.completion_tokens_details || {}).reasoning_tokens || 0;
       }
+      if (choice && choice.finish_reason) facts.end = choice.finish_reason;
+      const {content, reasoning} = (choice && choice.delta) || {};
+      if (!content && !reasoning) continue;
+      facts.last = performance.now();
+      facts.first = facts.first || facts.last;
+      if (reasoning) {
+        facts.began = facts.began || facts.last;
+        facts.thought = facts.last - facts.began;
+      }
+      facts.thoughts += reasoning || "";
+      facts.text += content || "";
+      drawn(facts);
     }
   }
 }
 
-// Draws an answer while it is written, ten times a second at most.
+const thinking = (facts) =>
+  ["reasoning", time(facts.thought / 1e3), facts.thinking ? count(facts.thinking, "token") : ""].filter(Boolean).join(", ");
+
+// Draws an answer while it is written, ten times a second at most. Its reasoning is folded, and stays as it was unfolded.
 function drawing(part) {
-  let due = null, latest = "";
+  let due = null, latest = null;
+  const words = made("div", ""), summary = made("summary", "note"), body = made("div", "thoughts");
+  const fold = made("details", "", summary, body);
   const draw = () => {
     due = null;
     const low = $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 40;
-    part.words.replaceChildren(made("div", "", markdown(latest, copied)));
+    words.replaceChildren(...markdown(latest.text, copied));
+    if (latest.thoughts) {
+      summary.textContent = thinking(latest);
+      body.textContent = latest.thoughts;
+    }
+    if (part.words.children.length < 1 + !!latest.thoughts)
+      part.words.replaceChildren(...(latest.thoughts ? [fold, words] : [words]));
     if (low) $("talk").scrollTop = $("talk").scrollHeight;
   };
   return {
-    more(text) { latest = text; if (due === null) due = setTimeout(draw, 100); },
+    more(facts) { latest = facts; if (due === null) due = setTimeout(draw, 100); },
     end() { if (due !== null) clearTimeout(due); draw(); },
   };
 }
@@ -184,18 +203,18 @@ async function answered(earlier) {
     const options = {method: "POST", headers: headers(), body, signal: control.signal};
     const answer = await fetch("v1/chat/completions", options);
     if (!answer.ok) { const wrong = await problem(answer); throw Object.assign(new Error(wrong.message), wrong); }
-    facts = await read(answer, (so) => { facts = so; picture.more(so.text); });
+    facts = await read(answer, (so) => { facts = so; picture.more(so); });
   } catch (error) {
     failure = error;
   }
-  if (facts.text) picture.more(facts.text);
+  if (facts.text) picture.more(facts);
   if (facts.text) picture.end();
   busy(null);
   if (mine !== conversation) return;
   const stopped = failure && failure.name === "AbortError";
   if (failure && !stopped) say(failure.message);
   if (facts.text) {
-    messages.push({role: "assistant", content: facts.text});
+    messages.push({role: "assistant", content: facts.text, ...(facts.thoughts && {reasoning_content: facts.thoughts})});
     part.facts.textContent = ended(facts, began, stopped);
   } else { // it is as if nothing was said
     if (!failure || stopped) say("The answer ended before its text began.");

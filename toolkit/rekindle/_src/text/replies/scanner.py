@@ -171,18 +171,19 @@ class ReplyScanner:
             except MalformedCall:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
-                self._give_back(self._sayable(self._without_prefix(self.source.since_mark())))
+                text = self._sayable(self._without_prefix(self.source.since_mark()))
+                self._give_back(text, unread=opener.text in self._call_openers)
         if not self._after_marker:
             self._emit(ContentDelta, "".join(self._gap))
 
-    def _give_back(self, text: str) -> None:
-        """Emit the text of what turned out to be no call."""
+    def _give_back(self, text: str, *, unread: bool = True) -> None:
+        """Emit the text of what turned out to be no call. `unread` says that it had a call's mark."""
         if self._writing:
             self._writing = False
             self._events.append(ToolCallDropped(self._calls, text))
             self._calls += 1
-        else:
-            self._emit(ContentDelta, text)
+        elif text:
+            self._events.append(ContentDelta(text, unread))
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
         source = self.source

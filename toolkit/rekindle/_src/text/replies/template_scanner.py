@@ -200,7 +200,7 @@ class TemplateScanner(ReplyScanner):
         except (MalformedCall, RecursionError):
             self._said.add("content")
             gap = "".join(self._gaps.pop("content", []))
-            self._emit(ContentDelta, f"{gap}{self._mark}{text}{mark}")
+            self._events.append(ContentDelta(f"{gap}{self._mark}{text}{mark}", unread=True))
 
 
 def _kind(field: ReplyField) -> type[ContentDelta] | type[ReasoningDelta] | None:
