@@ -111,7 +111,7 @@ def searched(count: int) -> Callable[[], object]:
     """Characters of a reply, for each of which all steps of a pattern of a reply's template are looked at."""
     from rekindle._src.text.replies.patterns import Pattern, PatternSearch
 
-    search = PatternSearch(Pattern.parse("(?:a?a?a?){84}b"), 0)
+    search = PatternSearch(Pattern.parse("(?:a?a?a?){42}b"), 0)
 
     def work() -> object:
         search.feed("a" * count, 0, ended=False, limit=1 << 20)
@@ -125,8 +125,8 @@ def anchored(count: int) -> Callable[[], object]:
     from rekindle._src.text.replies.response_template import PROMPT_STEPS, ResponseTemplate
     from rekindle._src.text.replies.template_scanner import TemplateScanner
 
-    fields = {"content": {}, "tool_calls": {"open_pattern": "(?:a?a?a?){42}b", "close": "c"}}
-    template = ResponseTemplate.load({"start_anchor_pattern": "(?:a?a?a?){42}x", "fields": fields})
+    fields = {"content": {}, "tool_calls": {"open_pattern": "(?:a?a?a?){21}b", "close": "c"}}
+    template = ResponseTemplate.load({"start_anchor_pattern": "(?:a?a?a?){21}x", "fields": fields})
     prompt = "x" + "a" * (PROMPT_STEPS // template.steps - 1)
 
     def work() -> object:
@@ -145,7 +145,7 @@ def tags(count: int) -> Callable[[], object]:
     from rekindle._src.text.replies.call import MalformedCall
     from rekindle._src.text.replies.response_template import ResponseTemplate
 
-    pattern = "(?P<key>a)(?P<value>)(?:(?:a?a?a?){80}.*b)?"
+    pattern = "(?P<key>a)(?P<value>)(?:(?:a?a?a?){40}.*b)?"
     call = {
         "open": "<", "close": ">", "content": "xml-inline", "content_args": {"tag_pattern": pattern},
         "transform": {"function": {"name": "f", "arguments": "{content}"}},
@@ -233,7 +233,7 @@ BOUNDS: list[Bound] = [
     ),
     AUTHOR(
         "text/replies/patterns.py: MAX_PROGRAM, MAX_PATTERN, MAX_REPEAT", counts="characters of a reply and a pattern",
-        most=4_096, unit="one that all steps read", feed=searched, count=256, seconds=4, mib=16,
+        most=4_096, unit="one that all steps read", feed=searched, count=256, seconds=2, mib=16,
     ),
     AUTHOR(
         "text/replies/response_template.py: PROMPT_CHARACTERS, PROMPT_STEPS", counts="ends of prompts before a reply",

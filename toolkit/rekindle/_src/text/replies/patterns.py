@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 MAX_PATTERN = 1_024  # characters
-MAX_PROGRAM = 512  # steps, after repetitions are written out
+MAX_PROGRAM = 256  # steps, after repetitions are written out; known templates have 130 at most
 MAX_REPEAT = 256
 _MAX_RANGES = 32  # of a class of characters, which is one step
 _MAX_NESTED = 32
