@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import rekindle
 from helpers import picture_models
+from helpers.chatting import saying
 from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, byte_tokenizer, change_front, parts
 from rekindle import Session, tiny
@@ -205,6 +207,31 @@ def test_a_saved_conversation_is_taken_up(
     _, other, restored, last = made  # nothing of the file that is not there
     assert [users(one) for one in (other, restored, last)] == [["other"], ["first", "third"], ["fourth"]]
     assert [one.system for one in (other, restored, last)] == ["Be long.", "Be brief.", "Be brief."]
+
+
+def test_calls_and_reasoning_of_a_saved_conversation_are_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "Paris", "days": 3}}}
+    messages = [
+        {"role": "user", "content": "How is it?"},
+        {"role": "assistant", "content": "", "reasoning_content": "They ask.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "sunny " * 60},
+        {"role": "assistant", "content": "It is sunny."},
+    ]
+    file = tmp_path / "chat.json"
+    with saying("Yes <tool_call>no") as talking:
+        talk = talking.conversation()
+        talk._messages += messages
+        talk.save(file)
+        monkeypatch.setattr(chat, "open_sync", lambda model, **options: contextlib.nullcontext(talking))
+        said(monkeypatch, f"/load {file}", "And now?")
+        assert main(["chat"]) == 0
+    out, err = capsys.readouterr()
+    assert "reasoning, 2 words" in err and "calls weather(city='Paris', days=3)" in err
+    (result,) = [line for line in err.splitlines() if "result: sunny" in line]
+    assert len(result) < 200
+    assert "It is sunny.\n" in out and "Yes <tool_call>no\n" in out
 
 
 @pytest.mark.thorough

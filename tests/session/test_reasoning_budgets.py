@@ -17,6 +17,7 @@ from helpers.small import TINY
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from helpers.written import POSITIONS, Writer
 from rekindle import FinishReason, Session
+from rekindle._src.core import words
 from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.text.replies import ReplyFormat
 from rekindle.errors import InvalidRequest
@@ -44,6 +45,11 @@ async def test_a_budget_ends_reasoning_and_the_answer_follows(tmp_path: Path) ->
         cut = await session.chat(QUESTION, reasoning_budget=4)
         assert (cut.reasoning, cut.content) == ("abcd", "fghij</think>Yes."), "its own tag is text by now"
         assert cut.usage.reasoning_tokens == 4 and sum(cut.forced) == 1
+        assert 0 <= cut.timings.reasoning <= cut.timings.total
+        for one, tokens in ((cut, 4), (free, 10)):
+            assert (
+                f"it reasoned for {words.seconds(one.timings.reasoning)}, {tokens} tokens" in session.explain(one).text
+            )
         none = await session.chat(QUESTION, reasoning_budget=0)
         assert none.reasoning == "" and none.text.startswith("</think>bcd")
         told = await session.chat(QUESTION, reasoning_budget=2, reasoning_budget_message=" Stop.\n")

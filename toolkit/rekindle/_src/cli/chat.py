@@ -40,7 +40,7 @@ from rekindle._src.views.answers import (
 )
 from rekindle._src.views.branches import Branch, Branches
 from rekindle._src.views.labels import visible
-from rekindle._src.views.replies import UNREAD, calls_of, summary
+from rekindle._src.views.replies import calls_of, summary
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, RekindleError, RequestFailed, StoreError
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
@@ -164,8 +164,6 @@ class Chat:
         messages = self.conversation.messages
         self._facts[str(messages[-1].get("content"))] = tuple(filter(None, facts))
         self._say_facts(len(messages) - 1)
-        for text in completion.reply.unread if completion.reply is not None else ():
-            self.note(f"{UNREAD}: {words.shorten(text, 60)}")
 
     def _say_facts(self, at: int) -> None:
         messages = self.conversation.messages

@@ -222,12 +222,13 @@ class Session(OpenModel, RolloutRequests):
         run, or have ended in any way. Of requests that are over for long, a completion has the sums alone.
         """
         explanation: Explanation = self._explained(request, self._engine.explain)
-        mesh = self._engine.device.mesh
-        if mesh is None:
-            return explanation
-        share = describe_share(self.stats().as_dict())
-        devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
-        return dataclasses.replace(explanation, text=f"{explanation.text}; {devices}")
+        mesh, reasoning = self._engine.device.mesh, _describe_reasoning(request)
+        devices = ""
+        if mesh is not None:
+            share = describe_share(self.stats().as_dict())
+            devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
+        text = "; ".join(filter(None, (explanation.text, reasoning, devices)))
+        return dataclasses.replace(explanation, text=text)
 
     def allowed(self, request: Handle[object] | Completion, *, at: int | None = None) -> AllowedTokens:
         """Return the tokens that a structured text's grammar allows after its first `at` tokens; None means all."""
@@ -588,3 +589,13 @@ def _kernels() -> str:
 
 # Not as a decorator: the first Tab in a notebook would read all files that its type comes from.
 Session.__init__ = _over_parts(Session.__init__)  # type: ignore[method-assign]
+
+
+def _describe_reasoning(request: object) -> str:
+    """Describe how long a request reasoned; empty if it did not, or has not ended."""
+    if isinstance(request, Handle):
+        request = request.so_far() if request.done else None
+    if not isinstance(request, Completion) or not request.usage.reasoning_tokens:
+        return ""
+    tokens = words.count(request.usage.reasoning_tokens, "token")
+    return f"it reasoned for {words.seconds(request.timings.reasoning)}, {tokens}"
