@@ -215,6 +215,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
     },
     "toolkit/rekindle/_src/channels/bulk.py": {"ipaddress.ip_address": US("an end of a connection", "an address")},
+    "toolkit/rekindle/_src/capabilities/tuning/checkpoint.py": {
+        "json.loads": US("the steps of a training", "_LARGEST_HISTORY")
+    },
     "toolkit/rekindle/_src/channels/channel.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/cli/cache.py": {
         "json.loads": US("descriptions in the cache folder", "a file"),

@@ -78,6 +78,13 @@ def text_alone(session: Session) -> str:
     return str(refused.value)
 
 
+def tuned(session: Session) -> list[Any]:
+    run = session.tune(EVIL, [(EVIL, " red.")], steps=2, rank=1, probe=EVIL, every=1)
+    report = run.result_sync()
+    session.unload_adapter(EVIL).result_sync()
+    return [run, report, run.history[0], run.probes[0]]
+
+
 def pinned(cache: CacheView) -> list[Any]:
     node = cache.tree().nodes[0]
     return [cache.pin(node), cache.unpin(node)]
@@ -96,6 +103,7 @@ SESSION: dict[str, Recipe] = {
     "gradients": lambda session, path: session.gradients(
         "Once upon", of=rekindle.logprob(0), at={"residual": [0]}
     ).result_sync(),
+    "tune": lambda session, path: tuned(session),
     "picture_cost": lambda session, path: text_alone(session),
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,

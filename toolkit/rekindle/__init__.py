@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
     from rekindle._src.capabilities.captures.custom import Tap, TapContext
     from rekindle._src.capabilities.gradients.request import Objective, logit_difference, logprob
+    from rekindle._src.capabilities.tuning.run import TuningProbe, TuningReport, TuningStep
     from rekindle._src.core.captured import Captured
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
@@ -100,6 +101,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.pausing import SleepReport
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
+    from rekindle._src.session.tuning import Tuning
 
 _LAZY = {
     name: f"rekindle._src.{module}"
@@ -113,6 +115,7 @@ _LAZY = {
         "calls.tool_functions": ("ToolLike",),
         "calls.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
         "capabilities.gradients.request": ("Objective", "logit_difference", "logprob"),
+        "capabilities.tuning.run": ("TuningProbe", "TuningReport", "TuningStep"),
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
         "core.repetition": ("Repetition",),
@@ -147,6 +150,7 @@ _LAZY = {
         "session.pausing": ("SleepReport",),
         "session.session": ("Session",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
+        "session.tuning": ("Tuning",),
     }.items()
     for name in names
 }  # fmt: skip
@@ -168,8 +172,9 @@ __all__ = [
     "SessionForked", "SessionStats", "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer",
     "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings",
     "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike",
-    "ToolLoop", "ToolRun", "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models",
-    "logit_difference", "logprob", "models", "open", "open_sync", "ray", "serve", "tiny",
+    "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage",
+    "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob", "models", "open", "open_sync",
+    "ray", "serve", "tiny",
 ]  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from rekindle._src.capabilities.pictures import PicturesEntry
 from rekindle._src.capabilities.pooling import PoolingEntry
 from rekindle._src.capabilities.replies import RepliesEntry
 from rekindle._src.capabilities.scores import ScoresEntry
+from rekindle._src.capabilities.tuning import TuningEntry
 
 if TYPE_CHECKING:
     from rekindle._src.capabilities.additions import Additions, CheckedAdditions
@@ -35,6 +36,7 @@ ENTRIES: tuple[CapabilityEntry, ...] = (
     GuidesEntry(),
     RepliesEntry(),
     GradientsEntry(),
+    TuningEntry(),
 )
 
 

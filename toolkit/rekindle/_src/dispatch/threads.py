@@ -320,6 +320,11 @@ class OneShot(Generic[T]):
             self.fail(error)
             del self, function  # the error's traceback has this frame: what they hold would wait for the collector
 
+    @property
+    def error(self) -> BaseException | None:
+        """The error that it failed with, if it did."""
+        return self._error
+
     async def get(self) -> T:
         await until(lambda: self.filled, self.wakeups)
         if self._error is not None:

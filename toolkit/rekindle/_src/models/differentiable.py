@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.models.base import Graph, Model, merge
-from rekindle._src.models.hooks import Listener, heard
+from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener, heard
 from rekindle._src.models.nn.forward import ForwardPass
 from rekindle._src.models.nn.linear import Matrix, Products
 from rekindle._src.models.nn.packing import is_packed
@@ -223,6 +223,6 @@ def recomputing_pass(
 _OUTSIDE = ("embedding", "residual_before", "norm")
 
 
-def module_of(graph: Graph, leaves: Sequence[Array]) -> Model:
-    """Return the module of a graph that `differentiable` has made."""
-    return merge(graph, leaves, products=WideProducts(graph.precision.weights))
+def module_of(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> Model:
+    """Return the module of a graph that `differentiable` has made, with these deltas of its matrices."""
+    return merge(graph, leaves, deltas, products=WideProducts(graph.precision.weights))

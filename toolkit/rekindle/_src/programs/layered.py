@@ -60,14 +60,14 @@ class Cut:
     """The leaves of a model that each part reads, and the groups of layers that are alike."""
 
     graph: Graph
-    leaves: Sequence[Any]  # all shapes
+    leaves: Sequence[jax.ShapeDtypeStruct]  # all shapes
     outer: tuple[int, ...]  # the leaves of no layer
     layers: tuple[tuple[int, ...], ...]  # the leaves of each layer
     kinds: tuple[int, ...]  # for each layer, the first one that is like it
     sources: tuple[int, ...]  # for each layer, the layer with the pages it attends to
 
     @classmethod
-    def of(cls, graph: Graph, leaves: Sequence[Any]) -> Cut:
+    def of(cls, graph: Graph, leaves: Sequence[jax.ShapeDtypeStruct]) -> Cut:
         """Cut a graph into parts. Layers with the same leaves, the same attention, and the same experts are alike."""
         config, stored = graph.config, dict(graph.precision.kinds)
         owned: list[list[int]] = [[] for _ in range(config.num_layers)]
@@ -93,7 +93,7 @@ class Cut:
 
     def model(self, indices: Sequence[int], arrays: Leaves) -> Model:
         """Return the model with arrays where a part has them, and shapes elsewhere."""
-        leaves = list(self.leaves)
+        leaves: list[Any] = list(self.leaves)
         for index, leaf in zip(indices, arrays, strict=True):
             leaves[index] = leaf
         return merge(self.graph, leaves)

@@ -23,7 +23,7 @@ def names(client: Client) -> tuple[str, ...]:
 
 async def load(client: Client, name: str, source: Any, alpha: float | None) -> None:
     """Load an adapter under a name. It is read in a thread of its own: a stranger's may take long."""
-    shelf = _shelf(client)
+    shelf = shelf_of(client)
 
     def late(seconds: float) -> CheckpointError:
         return CheckpointError(
@@ -43,18 +43,25 @@ async def load(client: Client, name: str, source: Any, alpha: float | None) -> N
     _drop(client, shelf.put(adapter))
 
 
+def put(client: Client, adapter: Adapter) -> None:
+    """Give an adapter its name: later requests have it. It is one that was made in this process."""
+    shelf = shelf_of(client)
+    _drop(client, shelf.put(shelf.read(adapter.name, adapter)))
+
+
 async def save(client: Client, name: str, folder: str | Path) -> None:
     """Write an adapter as a new folder."""
-    shelf = _shelf(client)
+    shelf = shelf_of(client)
     await client.in_writer(partial(shelf.write, name, checked_path("folder", folder)))
 
 
 async def unload(client: Client, name: str) -> None:
     """Forget an adapter and its cached pages."""
-    _drop(client, _shelf(client).remove(name))
+    _drop(client, shelf_of(client).remove(name))
 
 
-def _shelf(client: Client) -> AdapterShelf:
+def shelf_of(client: Client) -> AdapterShelf:
+    """Return the adapters of a session. Raise ConfigError where it can have none."""
     client.host.check()
     shelf = ADAPTERS.of(client.front)
     if shelf is None:

@@ -49,8 +49,10 @@ from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
     import jax.typing
+    from optax import GradientTransformation
 
     from rekindle._src.capabilities.gradients.request import Objective, ObjectiveFunction
+    from rekindle._src.capabilities.tuning.request import LossName, Reward, VariantName
     from rekindle._src.core.captured import Captured
     from rekindle._src.core.taps import SteerLike
     from rekindle._src.models.base import LoadedModel
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
     from rekindle._src.session.gradients import Gradients
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
+    from rekindle._src.session.tuning import Tuning
 
 
 F = TypeVar("F", bound=Callable[..., None])
@@ -420,6 +423,67 @@ class Session(OpenModel, RolloutRequests):
 
         check_options(unknown)
         return Once(gradients, self._client, prompt, of, at, steer, patch, name="gradients")
+
+    def tune(
+        self,
+        name: str,
+        data: Sequence[object],
+        *,
+        loss: LossName = "next",
+        reward: Reward | None = None,
+        variant: VariantName = "dapo",
+        rank: int = 16,
+        alpha: float | None = None,
+        targets: str | Sequence[str] = "all",
+        steps: int = 200,
+        batch: int = 8,
+        learning_rate: float | None = None,
+        max_length: int = 1024,
+        beta: float | None = None,
+        clip: float = 0.2,
+        generations: int = 8,
+        max_tokens: int = 128,
+        seed: int = 0,
+        probe: str | None = None,
+        every: int = 20,
+        optimizer: GradientTransformation | None = None,
+    ) -> Tuning:
+        """Train an adapter (LoRA) of the open weights and load it as `name`; it begins at once, in a thread of its own.
+
+            run = session.tune("mine", [("The sky is", " red."), …], steps=200, probe="Grass is")
+            report = await run                       # run.history meanwhile; run.cancel() keeps the last whole step
+            await session.generate("Grass is", adapter="mine")
+
+        `data` has texts, which are learned as a whole, (prompt, completion) pairs, of which completions are learned,
+        or chats, of which the assistant's answers are, as the model's template writes them. With loss="dpo" or "ipo"
+        it has (prompt, chosen, rejected), and with loss="grpo" prompts: `reward(prompt, text)` returns a number for
+        each of `generations` completions of up to `max_tokens` tokens. A prompt is a text or a chat.
+
+        `loss` is the mean over learned tokens. "dpo" sums log-probabilities of a completion and "ipo" averages them;
+        `beta` (0.1) is the weight of the model without the adapter. For "grpo", `variant` says what the sum over tokens
+        is divided by: all tokens of the step ("dapo"), each completion's tokens and then completions ("grpo"), or
+        completions times `max_tokens` ("dr_grpo", which does not divide rewards by their deviation either). Ratios
+        to the drawn log-probabilities are clipped at 1 ± `clip`, and `beta` (0) is the weight of k3.
+
+        `targets` are "all" linear layers of the blocks but experts and routers, or modules' names such as
+        ["q_proj", "v_proj"]. `alpha` divided by `rank` is the adapter's scale, by default 1. A step sees `batch`
+        examples; examples of more than `max_length` tokens are refused. The learning rate rises for a tenth of the
+        steps to `learning_rate` (next: 2e-4, dpo and ipo: 2e-5, grpo: 1e-4) and falls to 0 as a cosine; gradients are
+        cut to a length of 1, and Adam takes the step, unless `optimizer` is one of Optax, for one array of all numbers.
+
+        Weights stay as the session holds them, in 16, 8 or 4 bits, and are widened matrix by matrix; the adapter is in
+        float32. Layers are computed again in the backward pass, which bounds the memory. The device works for the
+        training between two steps, a tenth of a second at a time, so that streams go on. Each `every` steps the adapter
+        is swapped in under its name, the greedy continuation of `probe` is added to `run.probes`, and the training is
+        kept: called with the same name, data and options, it goes on there after a kernel was restarted or the training
+        cancelled.
+        """
+        from rekindle._src.session.tuning import tuning  # a first text needs none of it
+
+        options = dict(locals())
+        for local in ("self", "name", "data", "tuning"):
+            del options[local]
+        return tuning(self._client, self, name, data, options)
 
     # Adapters, and sleep.
 

@@ -101,6 +101,13 @@ class AdapterShelf(Owner):
             ) from error
         return self._fitting(adapter, name)
 
+    def check_room(self, name: str, rank: int) -> None:
+        """Raise ConfigError if an adapter of this rank can't be loaded."""
+        if self._refused:
+            problem = f"can't be loaded: {self._refused}"
+            raise ConfigError("adapter", name, problem, "Open another session for it")
+        self._check_rank(name, rank)
+
     def merging(self, source: object) -> WeightsChange:
         """Read an adapter of any rank. Return the change that adds it to a model's weights."""
         return WeightsChange("merging an adapter", partial(merged, adapter=read_adapter(source, "merged", self._model)))

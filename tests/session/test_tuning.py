@@ -1,0 +1,209 @@
+"""`session.tune`: numbers, what a session has of it, errors, and what goes on meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax
+import numpy as np
+import pytest
+
+import rekindle
+from helpers.sessions import eventually
+from helpers.small import MODEL, OPTIONS, VOCAB, opening, plain, prompt
+from rekindle._src.capabilities.tuning.owner import TUNING
+from rekindle._src.session.session import client_of
+from rekindle.errors import ConfigError, InvalidRequest, SessionClosed
+
+pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
+PAIRS: Any = [(prompt(seed, 6), [40] * 3) for seed in range(3)]  # ids, as the model has no words
+STEPS = 60
+LEARN: dict[str, Any] = {"rank": 4, "steps": STEPS, "batch": 3, "learning_rate": 4e-2}
+LONG: dict[str, Any] = {"rank": 4, "steps": 100_000, "batch": 3, "learning_rate": 1e-4, "every": 1000}
+
+
+def after(run: rekindle.Tuning, steps: int) -> Callable[[], bool]:
+    return lambda: len(run.history) >= steps or run.done
+
+
+@pytest.mark.anyio
+async def test_an_adapter_learns_is_swapped_in_and_saved(tmp_path: Path) -> None:
+    """Its rows say what was learned and others what they said before; the folder is the same adapter."""
+    async with opening(precompile="lazy") as session:
+        owner = TUNING.of(client_of(session).front)
+        assert owner is not None
+        run = session.tune("mine", PAIRS, **LEARN)
+        report = await run
+        assert report.steps == STEPS and not report.cancelled and run.done and session.adapters == ("mine",)
+        losses = [step.loss for step in run.history]
+        assert losses[-1] == report.loss < 0.7 < 6.0 < losses[0], losses
+        assert [step.step for step in run.history] == list(range(1, STEPS + 1)) and report.tokens == STEPS * 9
+        assert run.history[0].learning_rate < run.history[5].learning_rate == max(s.learning_rate for s in run.history)
+        for ids, learned in PAIRS:
+            done = await session.generate(ids, max_tokens=3, ignore_eos=True, adapter="mine")
+            assert list(done.token_ids) == learned
+            assert (await session.generate(ids, max_tokens=3, ignore_eos=True)).token_ids == plain(ids, 3)
+        await session.save_adapter("mine", tmp_path / "mine")
+        await session.load_adapter("again", tmp_path / "mine")
+        done = await session.generate(PAIRS[0][0], max_tokens=3, ignore_eos=True, adapter="again")
+        assert list(done.token_ids) == PAIRS[0][1]
+        made = owner.compilations
+        again = await session.tune("other", PAIRS, **LEARN)
+        assert again.loss == report.loss, "the same seed gives the same numbers"
+        assert owner.compilations == made
+
+
+@pytest.mark.anyio
+async def test_streams_go_on_and_a_cancelled_training_stays_and_leaves_nothing() -> None:
+    ids = prompt(9, 12)
+    async with opening(precompile="lazy") as session:
+        await session.tune("first", PAIRS, **{**LONG, "steps": 1})
+        await session.unload_adapter("first")
+        gc.collect()
+        before = sum(array.nbytes for array in jax.live_arrays())
+        run = session.tune("mine", PAIRS, **LONG)
+        done = await session.generate(ids, max_tokens=40, ignore_eos=True)
+        assert done.token_ids == plain(ids, 40) and not run.done
+        await anyio.to_thread.run_sync(eventually, after(run, 2))
+        run.cancel()
+        report = await run
+        assert report.cancelled and 2 <= report.steps == len(run.history) and session.adapters == ("mine",)
+        assert report.longest_pause > 0
+        assert (await run) is report, "it may be awaited again"
+        del run
+        gc.collect()
+        assert sum(array.nbytes for array in jax.live_arrays()) <= before + 256, "but for scalars that JAX keeps"
+        assert not [thread for thread in threading.enumerate() if thread.name == "rekindle tuning"]
+        session.check_integrity()
+
+
+@pytest.mark.anyio
+async def test_a_caller_that_leaves_ends_the_training() -> None:
+    async with opening(precompile="lazy") as session:
+        run = session.tune("mine", PAIRS, **LONG)
+        await anyio.to_thread.run_sync(eventually, after(run, 1))
+        with anyio.move_on_after(0):
+            await run
+        report = await run
+        assert report.cancelled and session.adapters == ("mine",)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_training_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The same numbers come out as without the break; other data, or another rank, begin anew."""
+    options: dict[str, Any] = {**LEARN, "every": 4}
+    async with opening(precompile="lazy") as session:
+        whole = session.tune("mine", PAIRS, **options)
+        await whole
+    async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
+        run = session.tune("mine", PAIRS, **options)
+        await anyio.to_thread.run_sync(eventually, after(run, 6))
+        run.cancel()
+        steps = (await run).steps
+        assert 6 <= steps < STEPS
+    async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
+        other = session.tune("mine", PAIRS[:2], **options)
+        other.cancel()
+        assert (await other).resumed_at == 0
+        run = session.tune("mine", PAIRS, **options)
+        report = await run
+        assert report.resumed_at == steps == run.resumed_at and report.steps == STEPS
+        assert [step.loss for step in run.history] == [step.loss for step in whole.history]
+        assert f"resumed after {steps}" in repr(run)
+        assert (await session.tune("mine", PAIRS, **options)).resumed_at == 0, "one that has ended begins anew"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_closed_session_and_swapped_weights_end_it_with_a_reason() -> None:
+    async with opening(precompile="lazy") as session:
+        run = session.tune("mine", PAIRS, **LONG)
+        await anyio.to_thread.run_sync(eventually, after(run, 1))
+        state = dict(zip(MODEL.graph.paths, MODEL.leaves, strict=True))
+        await session.swap_weights({path: np.asarray(leaf) * 1.01 for path, leaf in state.items()})
+        with pytest.raises(InvalidRequest, match="were swapped in"):
+            await run
+        await session.swap_weights(MODEL)
+        run = session.tune("mine", PAIRS, **LONG)
+        await anyio.to_thread.run_sync(eventually, after(run, 1))
+    with pytest.raises(SessionClosed):
+        await run
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_preferences_move_the_margin(tmp_path: Path) -> None:
+    data: Any = [(ids, [50] * 2, [60] * 3) for ids, _ in PAIRS]
+    for loss, begins in (("dpo", np.log(2)), ("ipo", 25.0)):
+        async with opening(precompile="lazy") as session:
+            run = session.tune("mine", data, **{**LEARN, "steps": 12}, loss=loss)  # type: ignore[arg-type]
+            await run
+            assert run.history[0].loss == pytest.approx(begins, rel=1e-5), "the model is its own reference"
+            assert run.history[-1].loss < 0.8 * begins
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("variant", ["dapo", "grpo", "dr_grpo"])
+async def test_rewards_are_raised(variant: Any) -> None:
+    """Tokens below half of the vocabulary are rewarded."""
+
+    def reward(prompt: Any, text: str) -> float:
+        seen.append((tuple(prompt), text))
+        return float(sum(int(one) < VOCAB // 2 for one in text.split()) if text else 0)
+
+    seen: list[Any] = []
+    async with opening(precompile="lazy") as session:
+        tokenizer: Any = client_of(session).front.tokenizer
+        if not tokenizer.has_text:
+            pytest.skip("the model has no words")
+        options: Any = {"rank": 4, "steps": 8, "batch": 2, "generations": 8, "max_tokens": 4, "learning_rate": 3e-2}
+        run = session.tune("mine", [ids for ids, _ in PAIRS], loss="grpo", reward=reward, variant=variant, **options)
+        await run
+        rewards = [step.reward for step in run.history]
+        assert rewards[-1] > rewards[0] and len(seen) == 8 * 2 * 8
+        assert all(step.difference is not None and step.difference < 1e-4 for step in run.history)
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "words"),
+    [
+        ([], {}, "data=.*is empty"),
+        ("a text", {}, "data='a text'.*must be a list"),
+        ([([3, 4], [])], {}, r"data\[0\]=.*not a completion"),
+        ([[3, 4, VOCAB]], {}, rf"data\[0\]={VOCAB}.*not a token id"),
+        ([[3, 4], 3], {}, r"data\[1\]=3.*not a text, a pair or a chat"),
+        ([[3]], {}, r"data\[0\]=.*no token to learn"),
+        ([[3] * 40], {"max_length": 32}, r"data\[0\]='40 tokens'.*max_length=32"),
+        ([[{"role": "user", "content": "x"}]], {}, r"data\[0\]=.*no message of the assistant"),
+        ([[3, 4]], {"loss": "dpo"}, r"data\[0\]=.*two completions"),
+        ([[3, 4]], {"loss": "orpo"}, "loss='orpo'"),
+        ([[3, 4]], {"loss": "grpo"}, "reward=None"),
+        ([[3, 4]], {"reward": len}, "reward=.*has no use"),
+        ([[3, 4]], {"rank": 0}, "rank=0"),
+        ([[3, 4]], {"rank": 4096}, "has rank 4096"),
+        ([[3, 4]], {"steps": True}, "steps=True"),
+        ([[3, 4]], {"seed": -1}, "seed=-1"),
+        ([[3, 4]], {"learning_rate": "1e-3"}, "learning_rate='1e-3'"),
+        ([[3, 4]], {"learning_rate": float("nan")}, "learning_rate=nan"),
+        ([[3, 4]], {"targets": ["k_prj"]}, "targets='k_prj'.*'k_proj'"),
+        ([[3, 4]], {"targets": []}, "targets="),
+        ([[3, 4]], {"optimizer": 3}, "optimizer=3"),
+        ([[3, 4]], {"loss": "ipo", "beta": 0}, "beta=0"),
+    ],
+)
+def test_bad_input_is_refused_by_its_name(quiet: Any, data: Any, options: dict[str, Any], words: str) -> None:
+    with pytest.raises((InvalidRequest, ConfigError), match=words):
+        quiet.tune("mine", data, **options).result_sync()
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Any:
+    with rekindle.open_sync(MODEL, **{**OPTIONS, "precompile": "lazy"}) as session:
+        yield session
