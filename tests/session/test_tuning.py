@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 import rekindle
-from helpers.sessions import eventually
+from helpers.sessions import eventually, front_of
 from helpers.small import MODEL, OPTIONS, VOCAB, opening, plain, prompt
 from rekindle._src.capabilities.tuning.owner import TUNING
-from rekindle._src.session.session import client_of
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
@@ -35,7 +34,7 @@ def after(run: rekindle.Tuning, steps: int) -> Callable[[], bool]:
 async def test_an_adapter_learns_is_swapped_in_and_saved(tmp_path: Path) -> None:
     """Its rows say what was learned and others what they said before; the folder is the same adapter."""
     async with opening(precompile="lazy") as session:
-        owner = TUNING.of(client_of(session).front)
+        owner = TUNING.of(front_of(session))
         assert owner is not None
         run = session.tune("mine", PAIRS, **LEARN)
         report = await run
@@ -160,7 +159,7 @@ async def test_rewards_are_raised(variant: Any) -> None:
 
     seen: list[Any] = []
     async with opening(precompile="lazy") as session:
-        tokenizer: Any = client_of(session).front.tokenizer
+        tokenizer: Any = front_of(session).tokenizer
         if not tokenizer.has_text:
             pytest.skip("the model has no words")
         options: Any = {"rank": 4, "steps": 8, "batch": 2, "generations": 8, "max_tokens": 4, "learning_rate": 3e-2}
