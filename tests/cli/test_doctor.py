@@ -217,3 +217,18 @@ def test_products_do_not_read_at_more_than_all_of_the_rate() -> None:
         words == "34 GB/s; products of one row read at 100% of it in 16 bits, 50% of it in 8 bits, 25% of it in 4 bits"
     )
     assert doctor._reading_words(40.0, {16: 20.0}).startswith("40 GB/s; products of one row read at 50%")
+
+
+def test_a_plan_says_what_training_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory and seconds; a machine without the room is told so, with numbers."""
+    from rekindle.tiny import folder
+
+    assert main(["doctor", "--plan", str(folder()), "--tune", "--context", "256"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"pass  training: an adapter of rank 16 needs [\d.]+ MiB: .* of 512 tokens takes about \d", shown)
+    monkeypatch.setattr(doctor, "fits", lambda size, beside=0: False)
+    assert main(["doctor", "--plan", str(folder()), "--tune", "--context", "256"]) == 1
+    assert "fail  training: an adapter of rank 16 needs" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["doctor", "--tune"])
+    assert "--tune" in capsys.readouterr().err

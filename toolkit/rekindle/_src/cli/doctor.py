@@ -43,6 +43,8 @@ from rekindle_kernels.private_files import KINDS, distrust_reason
 if TYPE_CHECKING:
     import jax
 
+    from rekindle._src.programs.plan import ProgramPlan
+
 REQUIRED = (
     "jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2", "ipywidgets",
     "anywidget",
@@ -51,6 +53,7 @@ LOW_DISK = 1 << 30
 LOW_MEMORY = 2 << 30
 READ_BYTES, READ_TURNS = 192 << 20, 9  # size of an array, and the number of timed reads of it
 WITHOUT_KERNELS = "tokens take several times as long, and weights of 4, 6 and 8 bits are unpacked to 16 if they fit"
+TRAINED_RANK, TRAINED_TOKENS = 16, 512  # of a planned training
 PROMPT, NEW = [1, 5, 9, 33, 7], 8
 
 
@@ -84,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
-        if arguments.device == "here":
+        if arguments.device == "here" or arguments.tune:
             return _guarded(lambda: plan_here(arguments), arguments.plan)
         sizes = {"quantize": arguments.quantize, "context": arguments.context}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
@@ -369,6 +372,20 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     detail = f"{len(programs.keys)} for up to {config.max_requests} requests, {stored} of them stored already"
     warm = plan.folder is not None and stored < len(programs.keys)
     yield Check("pass", "programs", detail, f"rekindle warm {arguments.plan}" if warm else "")
+    if arguments.tune:
+        yield training_check(plan.programs, facts["weights"])
+
+
+def training_check(plan: ProgramPlan, weights: int) -> Check:
+    """Say what training an adapter takes next to a model's weights."""
+    from rekindle._src.capabilities.tuning.memory import planned
+
+    need, seconds = planned(plan, rank=TRAINED_RANK, tokens=TRAINED_TOKENS)
+    detail = (
+        f"an adapter of rank {TRAINED_RANK} needs {need} in addition to the weights; a step of {TRAINED_TOKENS} tokens "
+        f"takes about {seconds:.1f} s by the products alone"
+    )
+    return _either(fits(need.total, beside=weights), "training", detail, detail, "Train with a smaller rank or targets")
 
 
 def plan_model(

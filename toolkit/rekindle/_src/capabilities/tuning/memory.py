@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
-from rekindle._src.capabilities.tuning.sites import TrainedMatrix
+from rekindle._src.capabilities.tuning.batches import BatchPlan
+from rekindle._src.capabilities.tuning.sites import TrainedMatrix, trained_matrices
 from rekindle._src.capabilities.tuning.step import TrainingShape
 from rekindle._src.core import memory, words
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.differentiable import AT_ONCE
+from rekindle._src.models.nn.packing import matrix_shape
+from rekindle._src.programs.plan import ProgramPlan
 from rekindle.errors import OutOfMemory
 
 _ARRAYS = 6  # of the adapter's size: its numbers twice, gradients, two moments, and a copy in host memory
+_MEASURED = 5  # products, the quickest of which counts
 _INSIDE = 3  # arrays of a layer's widths that are alive at once in its backward pass
 
 
@@ -54,6 +60,31 @@ def need_of(
         4 * shape.chosen * config.vocab_size * _INSIDE + 2 * AT_ONCE,
         6.0 * parameters * tokens,
     )
+
+
+def planned(plan: ProgramPlan, *, rank: int, tokens: int) -> tuple[TrainingNeed, float]:
+    """Return the needs of a training on lines of `tokens`, and a step's seconds by a product that is measured here."""
+    import jax
+    import jax.numpy as jnp
+
+    sizes: dict[str, int] = {}
+    for path, leaf in zip(plan.graph.paths, plan.leaves, strict=True):
+        layer = ".".join(path.split(".")[:2]) if path.startswith("layers.") else ""
+        sizes[layer] = sizes.get(layer, 0) + prod(matrix_shape(leaf))
+    largest = max(size for layer, size in sizes.items() if layer)
+    shape = BatchPlan.of(largest, plan.model.vocab_size, 1).shape(tokens)
+    matrices = trained_matrices(plan.model, "all")
+    need = need_of(plan.model, matrices, rank, shape, sum(sizes.values()))
+    width = plan.model.hidden_size
+    x, matrix = jnp.ones((shape.tokens, width)), jnp.ones((4 * width, width))
+    product = jax.jit(lambda x, matrix: jnp.einsum("ni,oi->no", x, matrix, precision="highest"))
+    product(x, matrix).block_until_ready()
+    times = []
+    for _ in range(_MEASURED):
+        start = time.perf_counter()
+        product(x, matrix).block_until_ready()
+        times.append(time.perf_counter() - start)
+    return need, need.operations * min(times) / (8.0 * shape.tokens * width * width)
 
 
 def check_room(need: TrainingNeed, shape: TrainingShape) -> None:
