@@ -46,7 +46,7 @@ class WrittenReply:
     agrees: bool = False  # and the result
 
     def tokens_to_read(self, token_ids: IntArray) -> int:
-        """Return how many of these tokens have to be read for a comparison: none if they were compared last."""
+        """Return the number of tokens that a comparison would read; 0 if these were compared last."""
         if len(token_ids) > 2 * len(self.token_ids) + _SPARE or token_ids.tobytes() == self.other:
             return 0
         return len(token_ids)
