@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import rekindle
 from helpers.sessions import eventually, front_of
 from helpers.small import MODEL, OPTIONS, VOCAB, opening, plain, prompt
 from rekindle._src.capabilities.tuning.owner import TUNING
+from rekindle._src.models.adapters.adapted import merged
+from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
@@ -51,6 +54,10 @@ async def test_an_adapter_learns_is_swapped_in_and_saved(tmp_path: Path) -> None
         await session.load_adapter("again", tmp_path / "mine")
         done = await session.generate(PAIRS[0][0], max_tokens=3, ignore_eos=True, adapter="again")
         assert list(done.token_ids) == PAIRS[0][1]
+        adapter = read_adapter(tmp_path / "mine", "mine", MODEL.config)
+        assert adapter.trained_on == "float32" and merged(MODEL, adapter).fingerprint != MODEL.fingerprint
+        with pytest.raises(ConfigError, match="held as 4 bits; merged into float32, it is another model"):
+            merged(MODEL, dataclasses.replace(adapter, trained_on="4 bits"))
         made = owner.compilations
         again = await session.tune("other", PAIRS, **LEARN)
         assert again.loss == report.loss, "the same seed gives the same numbers"

@@ -256,6 +256,16 @@ class LoadedModel(Drawable):
 
 def storage_kinds(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) -> str:
     """Return the storage kinds of a graph's leaves, and the memory of each: "4 bits 62 MB, 8 bits 30 MB, …"."""
+    ordered = sorted(_bytes_of_kinds(graph, leaves).items(), key=lambda item: -item[1])
+    return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
+
+
+def precision_name(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) -> str:
+    """Return the storage kinds of a graph's leaves alone: "4 bits, 8 bits, float32"."""
+    return ", ".join(sorted(_bytes_of_kinds(graph, leaves)))
+
+
+def _bytes_of_kinds(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) -> dict[str, int]:
     kinds = dict[str, str]()
     sizes = dict[str, int]()
     for path, leaf in zip(graph.paths, leaves, strict=True):
@@ -265,8 +275,7 @@ def storage_kinds(graph: Graph, leaves: Sequence[Array | jax.ShapeDtypeStruct]) 
     for path, leaf in zip(graph.paths, leaves, strict=True):
         kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as the matrices that they scale
         sizes[kind] = sizes.get(kind, 0) + leaf.size * leaf.dtype.itemsize
-    ordered = sorted(sizes.items(), key=lambda item: -item[1])
-    return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
+    return sizes
 
 
 def abstract_model(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from rekindle._src.capabilities.tuning.owner import TrainingProgram, TuningProgr
 from rekindle._src.capabilities.tuning.sites import TrainedMatrix
 from rekindle._src.capabilities.tuning.step import Pair, Pairs, TrainingCut, TrainingShape
 from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of
+from rekindle._src.models.base import precision_name
 from rekindle._src.models.nn.packing import matrix_shape
 
 if TYPE_CHECKING:
@@ -151,7 +153,8 @@ class Trainer:
                 of_site[index] = Product(down[place * self._rank : (place + 1) * self._rank], own)
                 row += matrix.site.rows[index]
             products[matrix.site.path] = of_site
-        return adapter_of(name, products)
+        cut = self._cut.cut
+        return replace(adapter_of(name, products), trained_on=precision_name(cut.graph, cut.leaves))
 
     # Programs. They are made in the thread of the training, while streams go on.
 

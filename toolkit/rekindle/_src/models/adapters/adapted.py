@@ -9,12 +9,19 @@ import numpy as np
 
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.sites import sites_of
-from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.base import LoadedModel, precision_name
 from rekindle.errors import ConfigError
 
 
 def merged(model: LoadedModel, adapter: Adapter) -> LoadedModel:
     """Return a model with an adapter's products added to its matrices, in their own dtype; it then costs nothing."""
+    held = precision_name(model.graph, model.leaves)
+    if adapter.trained_on not in ("", held):
+        raise ConfigError(
+            "merge", adapter.name,
+            f"was trained on weights held as {adapter.trained_on}; merged into {held}, it is another model",
+            "Open the weights that it was trained on, and load it there with load_adapter",
+        )  # fmt: skip
     leaves = dict(zip(model.graph.paths, model.leaves, strict=True))
     for site in sites_of(model.config).sites:
         products = adapter.products.get(site.path)

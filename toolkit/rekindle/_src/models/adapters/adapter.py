@@ -34,6 +34,7 @@ class Adapter:
     name: str
     digest: str
     products: Mapping[str, tuple[Product | None, ...]]
+    trained_on: str = ""  # how the weights were held, if it was trained in a session
 
     @property
     def rank(self) -> int:

@@ -8,6 +8,7 @@ The config is a stranger's: names and their ends are looked up in sets, and expr
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.names import printable
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of, does_not_fit
 from rekindle._src.models.adapters.budget import Budget, TooMuchWork
@@ -29,6 +31,8 @@ from rekindle._src.models.loading.tensor_files import read_header, rows_of
 from rekindle.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+TRAINING = "rekindle.json"  # of an adapter that a session has trained: its base, and how the weights were held
+_LONGEST_PRECISION = 200  # characters
 _LARGEST_CONFIG = 1 << 20
 _MOST_SURPLUS = 1000  # tensors that are listed as problems, beyond those that a model can have
 _HEADER = 1 << 20  # bytes of a header, in addition to those of its tensors
@@ -77,7 +81,7 @@ def read_folder(
 
     `fits` raises for a rank that is too large, before anything is read.
     """
-    config = _config(folder)
+    config = _fields(folder, CONFIG)
     weights = folder / WEIGHTS
     if not weights.exists():
         pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
@@ -94,7 +98,17 @@ def read_folder(
                 f"{weights}: {entry.name[:200]} is stored as {str(entry.dtype)[:80]}. Save it in float32 or 16 bits."
             )
         tensors[entry.name] = Tensor(entry.shape, partial(rows_of, entry, 0, entry.shape[0] if entry.shape else 0))
-    return adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits, budget=budget)
+    adapter = adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits, budget=budget)
+    return dataclasses.replace(adapter, trained_on=_trained_on(folder))
+
+
+def _trained_on(folder: Path) -> str:
+    """Return how the weights were held that an adapter was trained on; empty where its folder does not say it."""
+    if not (folder / TRAINING).exists():
+        return ""
+    fields = _fields(folder, TRAINING)
+    held = fields.get("weights", "")
+    return printable(held, _LONGEST_PRECISION) if isinstance(held, str) else ""
 
 
 def _most_tensors(sites: Sites) -> int:
@@ -102,15 +116,16 @@ def _most_tensors(sites: Sites) -> int:
     return _MOST_SURPLUS + 4 * sum(len(site.modules) + 1 for site in sites.sites)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _fields(folder: Path, name: str) -> dict[str, Any]:
+    """Return the object in a file of JSON of an adapter's folder."""
     try:
-        fields = json.loads(read_plain(folder / CONFIG, _LARGEST_CONFIG))
+        fields = json.loads(read_plain(folder / name, _LARGEST_CONFIG))
     except OSError as error:
-        raise CheckpointError(f"{folder} has no {CONFIG} that can be read ({error}). Pass a PEFT folder.") from error
+        raise CheckpointError(f"{folder} has no {name} that can be read ({error}). Pass a PEFT folder.") from error
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no JSON ({error!r}). Save the adapter again.") from error
+        raise CheckpointError(f"{folder / name} is no JSON ({error!r}). Save the adapter again.") from error
     if not isinstance(fields, dict):
-        raise CheckpointError(f"{folder / CONFIG} is no JSON object. Save the adapter again.")
+        raise CheckpointError(f"{folder / name} is no JSON object. Save the adapter again.")
     return fields
 
 

@@ -49,7 +49,7 @@ def read_adapter(
     if alpha is not None:
         raise ConfigError("alpha", alpha, "is for a trainer's arrays: a folder or a file has its own", "Leave it out")
     if isinstance(source, Adapter):
-        return Adapter(name, source.digest, source.products)
+        return Adapter(name, source.digest, source.products, source.trained_on)
     path = checked_path("source", source)
     if is_gguf(path) and os.path.isfile(path):
         return read_file(path, name, config, sites, fits, budget)

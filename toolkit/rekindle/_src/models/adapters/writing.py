@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from rekindle._src.models.adapters.adapter import Adapter, Matrix
+from rekindle._src.models.adapters.peft import TRAINING
 from rekindle._src.models.adapters.sites import Sites
 from rekindle._src.models.loading import tensor_files
 
@@ -33,6 +34,9 @@ def write_folder(adapter: Adapter, folder: Path, sites: Sites, base: str) -> Non
     try:
         tensor_files.write(folder / "adapter_model.safetensors", tensors, tensors.values(), metadata={"format": "pt"})
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        if adapter.trained_on:
+            training = {"base": base, "weights": adapter.trained_on}
+            (folder / TRAINING).write_text(json.dumps(training, indent=2) + "\n")
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # so that it can be written again
         raise
