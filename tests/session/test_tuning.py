@@ -16,7 +16,8 @@ import pytest
 
 import rekindle
 from helpers.sessions import eventually, front_of
-from helpers.small import MODEL, OPTIONS, VOCAB, opening, plain, prompt
+from helpers.small import MODEL, OPTIONS, TINY, VOCAB, opening, plain, prompt
+from helpers.thorough import by_default
 from rekindle._src.capabilities.tuning.owner import TUNING
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
@@ -154,27 +155,26 @@ async def test_preferences_move_the_margin(tmp_path: Path) -> None:
             assert run.history[-1].loss < 0.8 * begins
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("variant", ["dapo", "grpo", "dr_grpo"])
-async def test_rewards_are_raised(variant: Any) -> None:
-    """Tokens below half of the vocabulary are rewarded."""
+@pytest.mark.parametrize("variant", by_default(["dapo", "grpo", "dr_grpo"], lambda variant: variant == "dapo"))
+def test_rewards_are_raised(variant: Any) -> None:
+    """Completions in words of one kind; the session draws with the log-probabilities of the training."""
+    seen: list[tuple[Any, str]] = []
 
     def reward(prompt: Any, text: str) -> float:
-        seen.append((tuple(prompt), text))
-        return float(sum(int(one) < VOCAB // 2 for one in text.split()) if text else 0)
+        seen.append((prompt, text))
+        return float(text.count("the"))
 
-    seen: list[Any] = []
-    async with opening(precompile="lazy") as session:
-        tokenizer: Any = front_of(session).tokenizer
-        if not tokenizer.has_text:
-            pytest.skip("the model has no words")
-        options: Any = {"rank": 4, "steps": 8, "batch": 2, "generations": 8, "max_tokens": 4, "learning_rate": 3e-2}
-        run = session.tune("mine", [ids for ids, _ in PAIRS], loss="grpo", reward=reward, variant=variant, **options)
-        await run
+    prompts = ["Once upon a time", [{"role": "user", "content": "Tell me a story"}]]
+    options: Any = {"rank": 4, "steps": 8, "batch": 2, "generations": 8, "max_tokens": 8, "learning_rate": 1e-2}
+    with rekindle.open_sync("tiny", **TINY) as session:
+        run = session.tune("mine", prompts, loss="grpo", reward=reward, variant=variant, **options)
+        run.result_sync()
         rewards = [step.reward for step in run.history]
-        assert rewards[-1] > rewards[0] and len(seen) == 8 * 2 * 8
-        assert all(step.difference is not None and step.difference < 1e-4 for step in run.history)
+        assert all(one is not None for one in rewards) and sum(rewards[-3:]) > sum(rewards[:3]), rewards
+        assert len(seen) == 8 * 2 * 8 and {id(prompt) for prompt, _ in seen} == {id(prompt) for prompt in prompts}
+        assert all(step.difference is not None and step.difference < 1e-3 for step in run.history), run.history
+        with pytest.raises(InvalidRequest, match="raised ZeroDivisionError for the completion"):
+            session.tune("other", prompts, loss="grpo", reward=lambda prompt, text: 1 / 0, **options).result_sync()
 
 
 @pytest.mark.parametrize(
