@@ -104,6 +104,9 @@ SESSION: dict[str, Recipe] = {
         "Once upon", of=rekindle.logprob(0), at={"residual": [0]}
     ).result_sync(),
     "tune": lambda session, path: tuned(session),
+    "attribute": lambda session, path: session.attribute(
+        "Once upon", of=rekindle.logprob(0), method="gradient_x_input", at={"mlp": [0]}
+    ).result_sync(),
     "picture_cost": lambda session, path: text_alone(session),
     "chat_sampling": lambda session, path: session.chat_sampling,
     "weights": lambda session, path: session.weights,

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         ToolCallStarted,
     )
     from rekindle._src.core.taps import Capture, Steer
+    from rekindle._src.evaluation.attribution import Attribution
     from rekindle._src.evaluation.decisions.calibration import Calibration
     from rekindle._src.evaluation.decisions.deciding import Deciding
     from rekindle._src.evaluation.decisions.ranking import RankedDocument, Ranking
@@ -129,6 +130,7 @@ _LAZY = {
         "evaluation.decisions.deciding": ("Deciding",),
         "evaluation.decisions.ranking": ("RankedDocument", "Ranking"),
         "evaluation.decisions.results": ("Calibrations", "Decision", "DecisionTable", "Decisions"),
+        "evaluation.attribution": ("Attribution",),
         "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
@@ -158,23 +160,23 @@ _MODULES = ("errors", "models", "ray", "serve", "tiny")
 
 __version__ = VERSION
 __all__ = [
-    "AllowedTokens", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Calibration", "Calibrations", "Call",
-    "Capture", "Captured", "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta",
-    "Conversation", "Deciding", "Decision", "DecisionTable", "Decisions", "DeviceMesh", "Embeddings", "EngineConfig",
-    "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients", "Handle", "InvalidRequest",
-    "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft",
-    "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages",
-    "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike",
-    "PromptTooLong", "QueueFull", "RankedDocument", "Ranking", "ReasoningDelta", "RekindleError", "Repetition",
-    "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent", "RequestAborted", "RequestFailed", "RequestQuarantined",
-    "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling",
-    "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session", "SessionClosed",
-    "SessionForked", "SessionStats", "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer",
-    "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings",
-    "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike",
-    "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage",
-    "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob", "models", "open", "open_sync",
-    "ray", "serve", "tiny",
+    "AllowedTokens", "Attribution", "Batch", "Busy", "CacheStats", "CacheTree", "CacheView", "Calibration",
+    "Calibrations", "Call", "Capture", "Captured", "CheckpointError", "CompileError", "Completion", "ConfigError",
+    "ContentDelta", "Conversation", "Deciding", "Decision", "DecisionTable", "Decisions", "DeviceMesh", "Embeddings",
+    "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients", "Handle",
+    "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra",
+    "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening", "OutOfMemory",
+    "OutOfPages", "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport",
+    "PromptLike", "PromptTooLong", "QueueFull", "RankedDocument", "Ranking", "ReasoningDelta", "RekindleError",
+    "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent", "RequestAborted", "RequestFailed",
+    "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport",
+    "Sampling", "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session",
+    "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused",
+    "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext",
+    "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted",
+    "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn",
+    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob",
+    "models", "open", "open_sync", "ray", "serve", "tiny",
 ]  # fmt: skip
 
 

@@ -46,15 +46,15 @@ class Gradients(Captured):
         self.token_ids: tuple[int, ...] = tuple(int(token) for token in token_ids)
 
 
-def check_options(unknown: Mapping[str, object]) -> None:
-    """Raise `InvalidRequest` for an option that `Session.gradients` does not have."""
+def check_options(unknown: Mapping[str, object], call: str) -> None:
+    """Raise `InvalidRequest` for an option that a call such as `Session.gradients` does not have."""
     for name, value in unknown.items():
         if name == "adapter":
             raise InvalidRequest(name, value, "has no gradients yet", "Open a session with merge=… and leave it out")
         if name == "images":
             raise InvalidRequest(name, value, "have no gradients yet", "Pass a prompt of text alone")
-        fix = "Use of, at, steer and patch; a prompt alone decides on the rest"
-        raise InvalidRequest(name, value, "is not an option of gradients", fix)
+        fix = f"help(session.{call}) has them; nothing is sampled here"
+        raise InvalidRequest(name, value, f"is not an option of {call}", fix)
 
 
 def _owner(client: Client) -> GradientPrograms:

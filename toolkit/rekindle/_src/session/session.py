@@ -55,10 +55,12 @@ if TYPE_CHECKING:
     from rekindle._src.capabilities.tuning.request import LossName, Reward, VariantName
     from rekindle._src.core.captured import Captured
     from rekindle._src.core.taps import SteerLike
+    from rekindle._src.evaluation.attribution import Attribution
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
+    from rekindle._src.session.attributions import AttributionMethod
     from rekindle._src.session.gradients import Gradients
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
     from rekindle._src.session.tuning import Tuning
@@ -421,7 +423,7 @@ class Session(OpenModel, RolloutRequests):
         """
         from rekindle._src.session.gradients import check_options, gradients  # a first text needs none of it
 
-        check_options(unknown)
+        check_options(unknown, "gradients")
         return Once(gradients, self._client, prompt, of, at, steer, patch, name="gradients")
 
     def tune(
@@ -484,6 +486,54 @@ class Session(OpenModel, RolloutRequests):
         for local in ("self", "name", "data", "tuning"):
             del options[local]
         return tuning(self._client, self, name, data, options)
+
+    def attribute(
+        self,
+        prompt: PromptLike,
+        *,
+        of: Objective | ObjectiveFunction,
+        method: AttributionMethod = "integrated",
+        steps: int | None = None,
+        baseline: str | int | None = None,
+        source: PromptLike | None = None,
+        at: Mapping[str, object] | None = None,
+        exact: int | Literal["all"] = 0,
+        steer: SteerLike | Sequence[SteerLike] = (),
+        patch: Captured | None = None,
+        **unknown: Never,
+    ) -> Call[Attribution]:
+        """Await it for how much each token, and each node inside the model, adds to a number after a prompt.
+
+            a = await session.attribute(prompt, of=rekindle.logprob(" Paris"))
+            a.scores            # float32 [tokens]: of each token's embedding
+            a["heads", 3]       # float32 [tokens, heads]: of each head's output
+
+        `of`, `steer` and `patch` are as in `gradients`. `at` names the nodes' sites and layers, as there; by default
+        they are all heads and MLPs, and embeddings always are. A node's score is the product of a gradient and a
+        change of its array:
+
+        method              | gradient                                  | change
+        --------------------|-------------------------------------------|---------------------------------------------
+        "gradient_x_input"  | at the prompt                             | from zeros to the array
+        "integrated"        | its mean over `steps` (32) places between | from the array of the `baseline` token's
+                            | baseline and prompt (Gauss–Legendre)      | embeddings to the prompt's
+        "patching"          | at the prompt                             | from the prompt's array to that of `source`
+        "atp_star"          | the same, layer by layer dropped (AtP*)   | the same; queries and keys through the softmax
+
+        Of "integrated", `convergence` is the sum of the tokens' scores less the change of the number. `baseline` is by
+        default the token that ends a text; "zeros" takes embeddings of zeros.
+
+        Patching estimates the change of the number if the node's array of `source`, a prompt of as many tokens, is put
+        in place of the prompt's: above 0 if that raises it. With a corrupt prompt and a clean source that is denoising,
+        and noising the other way round. With `steps` its gradient is the mean over the path to the source. The `exact`
+        strongest nodes, or "all", are really patched, one at a time: `a.patched` has both numbers.
+        """
+        from rekindle._src.session.attributions import AttributionOptions, attribute  # a first text needs none of it
+        from rekindle._src.session.gradients import check_options
+
+        check_options(unknown, "attribute")
+        options = AttributionOptions(of, method, steps, baseline, source, at, exact, steer, patch)
+        return Once(attribute, self._client, prompt, options, name="attribute")
 
     # Adapters, and sleep.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.core.names import nearest
 from rekindle._src.evaluation.attention import AttentionMapCall, AttentionMapsCall
+from rekindle._src.evaluation.attribution import AttributionCall
 from rekindle._src.evaluation.lens import LensCall
 from rekindle._src.session.client import Client, open_sessions
 from rekindle._src.views import html
@@ -15,6 +16,7 @@ from rekindle._src.views import html
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from rekindle._src.capabilities.gradients.request import Objective, ObjectiveFunction
     from rekindle._src.notebook.chat import ChatView
     from rekindle._src.notebook.dashboard import Dashboard
     from rekindle._src.notebook.figures import Figure
@@ -29,6 +31,7 @@ _CALLS = {
     "tree": "session.view.tree()",
     "lens": "await session.view.lens(prompt)",
     "attention": "await session.view.attention(prompt)",
+    "attribution": "await session.view.attribution(prompt)",
     "steps": "session.view.steps(reports)",
     "distribution": "session.view.distribution(logits)",
     "prefixes": "session.view.prefixes(texts)",
@@ -63,7 +66,7 @@ class Views:
         self._session: SessionLike = session
 
     def __repr__(self) -> str:
-        calls = "stream(prompt), chat(), tree(), lens(prompt), attention(prompt)"
+        calls = "stream(prompt), chat(), tree(), lens(prompt), attention(prompt), attribution(prompt)"
         return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
 
     def _repr_html_(self) -> str:
@@ -141,6 +144,16 @@ class Views:
         """
         call = AttentionMapCall if hasattr(layer, "__index__") else AttentionMapsCall
         return call(self._session, self._client.front, prompt, layer, positions, options)
+
+    def attribution(
+        self, prompt: PromptLike, *, of: Objective | ObjectiveFunction | None = None, **options: Any
+    ) -> AttributionCall:
+        """The words and heads that an answer came from: the prompt in colours, and maps of heads and layers. Await it.
+
+        `of` is the number to explain, as in `session.attribute`; by default the log-probability of the likeliest next
+        token. `options` are those of `session.attribute`. `save("figure.svg")` writes a figure for a paper.
+        """
+        return AttributionCall(self._session, prompt, of, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.

@@ -83,21 +83,24 @@ def resolved(of: object, length: int, vocab_size: int, tokenizer: TokenizerLike)
     if not 0 <= position < length:
         fix = f"Pass a number from {-length} to {length - 1}"
         raise InvalidRequest("position", of.position, f"is outside of the prompt's {length} tokens", fix)
-    first = _token(of.token, vocab_size, tokenizer)
-    second = first if of.minus is None else _token(of.minus, vocab_size, tokenizer)
+    first = token_of("of", of.token, vocab_size, tokenizer)
+    second = first if of.minus is None else token_of("of", of.minus, vocab_size, tokenizer)
     return ResolvedObjective((first, second), position, of.minus is not None)
 
 
-def _token(token: str | int, vocab_size: int, tokenizer: TokenizerLike) -> int:
-    if isinstance(token, int):
+def token_of(field: str, token: object, vocab_size: int, tokenizer: TokenizerLike) -> int:
+    """Return the id of a token, given as an id or a text. Raise `InvalidRequest` for others."""
+    if isinstance(token, int) and not isinstance(token, bool):
         if not 0 <= token < vocab_size:
-            raise InvalidRequest("of", token, "is not a token id", f"Pass a number from 0 to {vocab_size - 1}")
+            raise InvalidRequest(field, token, "is not a token id", f"Pass a number from 0 to {vocab_size - 1}")
         return token
+    if not isinstance(token, str):
+        raise InvalidRequest(field, token, "is not a token", 'Pass its text, such as " Paris", or its id')
     ids = [int(one) for one in tokenizer.encode(token[:4096], add_special_tokens=False)]
     if len(ids) != 1:
         shown = f" ({', '.join(map(str, ids[:4]))}{', …' if len(ids) > 4 else ''})" if ids else ""
         fix = "Pass a text that is one token, often with the space before it, or a token id"
-        raise InvalidRequest("of", token, f"is {len(ids)} tokens{shown}, and one is differentiated", fix)
+        raise InvalidRequest(field, token, f"is {len(ids)} tokens{shown}, where one is needed", fix)
     return ids[0]
 
 
