@@ -39,7 +39,7 @@ class Compiler:
         self.reached, self.released = threading.Event(), threading.Event()
 
     def __call__(self, programs: Programs, key: Any) -> Any:
-        plain_step = isinstance(key, Bucket) and not key.variants and not key.part
+        plain_step = isinstance(key, Bucket) and not key.variants and not key.span
         if self.holds and not plain_step and not programs.ready(key):
             self.reached.set()
             assert self.released.wait(60), "the test never released the compiler"
