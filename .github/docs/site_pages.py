@@ -30,6 +30,7 @@ PAPERS = {
 PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.(?:png|webp))(")')
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$|(?<![\w$`])\$([^$`\n]+)\$(?![\w$])", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
+PAGE_LINK = re.compile(r'href="(\d\d_\w+)\.ipynb"')  # of an output, whose page is a folder of its own
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -135,6 +136,8 @@ def notebook(path: Path, repository: str | None = None) -> str:
                 title, _, rest = parts[0].partition("\n")
                 parts[0] = f"{title}\n\n{links}\n{rest}"
             continue
+        if "yours" in cell["metadata"].get("tags", ()):
+            continue  # to write in, which a site's reader can't
         asked, code = "**Predict.**" in before, f"```python\n{source}\n```"
         if "solution" in cell["metadata"].get("tags", ()):
             code = f'<details markdown="1"><summary>Solution</summary>\n\n{code}\n\n</details>'
@@ -145,7 +148,8 @@ def notebook(path: Path, repository: str | None = None) -> str:
             if "image/png" in data:
                 shown.append(f'<img alt="a plot" src="data:image/png;base64,{data["image/png"].strip()}">')
             elif "text/html" in data:
-                shown.append("<div>" + re.sub(r"\n\s*\n", "\n", data["text/html"]) + "</div>")
+                linked = PAGE_LINK.sub(r'href="../\1/"', data["text/html"])
+                shown.append("<div>" + re.sub(r"\n\s*\n", "\n", linked) + "</div>")
             else:
                 text = "".join(output.get("text", "")) or data.get("text/plain", "")
                 shown.append(f"```text\n{text.rstrip()}\n```")

@@ -97,6 +97,25 @@ def test_an_answer_is_folded_until_it_is_asked_for(site: ModuleType) -> None:
     assert after.index("96 of 114 prompt tokens") < after.index("</details>", after.index("<summary>Output</summary>"))
 
 
+def test_links_of_outputs_lead_to_pages_and_cells_to_write_in_are_left_out(site: ModuleType, tmp_path: Path) -> None:
+    import nbformat
+
+    new = nbformat.v4
+    drawn = new.new_output(
+        "display_data", {"text/html": '<a href="02_x.ipynb">a</a> <a href="https://e.org/03_y.ipynb">b</a>'}
+    )
+    cells = [
+        new.new_markdown_cell("# 01 X\n\nwords"),
+        new.new_code_cell("show()", outputs=[drawn]),
+        new.new_code_cell("# Your answer.", metadata={"tags": ["yours"]}),
+    ]
+    path = tmp_path / "01_x.ipynb"
+    nbformat.write(new.new_notebook(cells=cells), path)
+    page = site.notebook(path)
+    assert '<a href="../02_x/">' in page and 'href="https://e.org/03_y.ipynb"' in page
+    assert "show()" in page and "Your answer" not in page
+
+
 @pytest.mark.parametrize(
     ("remote", "expected"),
     [

@@ -130,7 +130,9 @@ def literals(node: ast.AST) -> Iterator[float]:
 def prose(markdown: str) -> str:
     """The text without code, tables, formulas and the targets of links."""
     text = re.sub(r"^```.*?^```|\$\$.*?\$\$|`[^`\n]+`|<!--.*?-->", " ", markdown, flags=re.DOTALL | re.MULTILINE)
-    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(
+        r"\]\([^)]*\)|^\*\*Takes:\*\* .*", "]", text, flags=re.MULTILINE
+    )  # an estimate, which the course's index computes
     return " ".join(line for line in text.splitlines() if not line.lstrip().startswith("|"))
 
 

@@ -7,6 +7,8 @@
 #
 # **Also called:** `max_tokens` = `max_new_tokens` (transformers), `n_predict` (llama.cpp); a greedy text = temperature 0; a completion's `finish_reason` is OpenAI's.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Text becomes tokens, tokens a distribution, and the drawn token is appended](../source/pictures/01_generation.svg)
 #
 # `rekindle.open` gives you a **session**: a model, its compiled programs and its cache, in a thread of its own. Notebooks
@@ -198,6 +200,10 @@ session.stats()
 # Write `one_by_one(prompt, count)`, which generates a text with `count` requests of one token each, and show that it writes what one request writes. `session.render(messages)` is a chat's prompt.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 async def one_by_one(prompt: str, count: int) -> str:
     ids = list(session.tokenizer.encode(prompt))
@@ -214,6 +220,11 @@ print(pieces)
 assert pieces == whole.text, "a text is a loop over single tokens"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A session is opened once and gives text for prompts or chats. What a prompt shares with earlier ones is not computed again, and a text is a loop that
+# draws one token after another.
+#
 # ## In production
 #
 # Servers keep the model in a process of its own and speak HTTP (tutorial 13); a tokenizer there runs in other processes, since thousands of requests a second would keep one interpreter busy. Chat templates and stop strings are the same.

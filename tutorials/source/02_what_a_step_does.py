@@ -7,6 +7,8 @@
 #
 # **Also called:** KV cache = past key values (transformers); prefill = prompt processing, decode = token generation (llama.cpp's `pp` and `tg`); grouped queries = GQA.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Prefill computes all prompt positions; decode computes one and reads the rest](../source/pictures/02_step.svg)
 #
 # We write a language model's forward pass in a few lines of `jax.numpy`, generate with it the slow way, make it fast with a
@@ -283,6 +285,10 @@ session.programs()
 # Write `cache_bytes(layers, kv_heads, head_dim, bytes_each)`, the cache of one token. Check it on our model. Then: how many tokens fit into 8 GiB for Llama 3 8B, which has 32 layers, 8 KV heads of 128 numbers, in 16 bits?
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def cache_bytes(layers: int, kv_heads: int, head_dim: int, bytes_each: int) -> int:
     return 2 * layers * kv_heads * head_dim * bytes_each
@@ -294,6 +300,11 @@ assert cache_bytes(config.num_layers, K, D, 4) * CONTEXT == empty.nbytes, "the f
 assert 2**33 // llama == 65536, "8 GiB hold 65,536 tokens of Llama 3 8B"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A step computes logits for new positions and reads keys and values of the old ones. Prefill computes many positions at once, decoding one, and
+# decoding is slow because each step reads all weights.
+#
 # ## In production
 #
 # They fuse norms, rotations and projections into fewer kernels, keep weights and cache in 16 or 8 bits, and split matrices over devices. The two phases stay: some systems even run prefill and decode on different machines (DistServe).

@@ -7,6 +7,8 @@
 #
 # **Also called:** continuous batching = iteration-level scheduling (Orca), in-flight batching (TensorRT-LLM); `max_tokens_per_step` = `max_num_batched_tokens` (vLLM), chunked prefill = stall-free batching (Sarathi).
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Static batches wait for their longest text; continuous batching fills a free slot at once](../source/pictures/03_batching.svg)
 #
 # A decode step reads all weights of the model to compute one token per text, and with eight texts it reads them once for eight tokens.
@@ -175,7 +177,7 @@ session.view.steps(continuous)
 #
 # <details><summary>Answer</summary>
 #
-# **128**, the budget, as soon as nobody else is waiting.
+# **128**, the budget, if no other text is waiting.
 #
 # </details>
 
@@ -283,6 +285,10 @@ plt.show()
 # Write `continuous_steps(lengths, slots)` without the engine: how many steps do requests take that come in order, each into the first slot that is free? Check it against the engine's 58, then find how few slots bring all twelve below 45 steps.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def continuous_steps(lengths: list[int], slots: int) -> int:
     ends = [0] * slots
@@ -298,6 +304,11 @@ assert continuous_steps(LENGTHS, SLOTS) == len(continuous), "the schedule is fir
 assert continuous_steps(LENGTHS, fewest - 1) >= 45, "no smaller number of slots does it"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Texts share steps, not turns. A free row goes to the next text at once, and a budget of tokens for each step decides how long the others pause for a
+# new prompt.
+#
 # ## In production
 #
 # vLLM and SGLang schedule as here, one iteration at a time with chunked prefill, thousands of tokens per step. Batches are bounded by cache memory more often than by slots; when it runs out, the youngest request is preempted and computed again. Large deployments prefill and decode on different machines.

@@ -7,6 +7,8 @@
 #
 # **Also called:** `top_p` = nucleus sampling; `logit_bias` and the penalties are OpenAI's; `repetition_penalty` is CTRL's; a *seed* here belongs to a request.
 #
+# **Takes:** about 20 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # A language model gives a number for every token of its vocabulary, the *logits*. Sampling options change these numbers,
 # one after the other, before a token is drawn. Here we see each of them on real logits.
 #
@@ -92,7 +94,7 @@ assert distance < 0.1, "1,200 draws at temperature 1 follow the softmax"
 # Logits are divided by the temperature. Below 1 the likely gets likelier, above 1 everything becomes more equal, and 0 means
 # *greedy*: always the top token.
 #
-# **Predict.** The likeliest token has a share of 0.16 at temperature 1. Is it more or less than 0.5 at temperature 0.4?
+# **Predict.** The likeliest token has a share of 0.16 at temperature 1. What share does it have at temperature 0.4?
 #
 # <details><summary>Answer</summary>
 #
@@ -140,7 +142,7 @@ assert 0.1 < 1 - exact.sum() < 0.25, "about a sixth of the probability is in the
 # `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without drawing,
 # from the probabilities at two places.
 #
-# **Predict.** After “The cat was” the model gives one token 98 %. How many does `min_p=0.2` keep there, and how many after our prompt: fewer or more than 5?
+# **Predict.** After “The cat was” the model gives one token 98 %. How many does `min_p=0.2` keep there, and how many after our prompt, whose likeliest token has a share of 0.16?
 #
 # <details><summary>Answer</summary>
 #
@@ -173,8 +175,7 @@ session.view.distribution(logits)
 # The larger the vocabulary, the longer the tail. Here is the same for SmolLM2-135M-Instruct, whose file page 18 fetches, after a sentence
 # that has one good end.
 #
-# **Predict.** At temperature 1.5, `top_p=0.9` keeps more than 1,000 tokens after “The capital of Italy is”. How many does `min_p=0.1` keep: more or less
-# than 20?
+# **Predict.** At temperature 1.5, `top_p=0.9` keeps more than 1,000 tokens after “The capital of Italy is”. How many does `min_p=0.1` keep?
 #
 # <details><summary>Answer</summary>
 #
@@ -329,6 +330,10 @@ for wrong in ({"temprature": 0.7}, {"top_p": 1.5}):
 # Write `nucleus(probabilities, p)`, the set of tokens that `top_p` keeps, and check with draws that the engine never leaves it.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def nucleus(probabilities: np.ndarray, p: float) -> set[int]:
     order = np.argsort(-probabilities)
@@ -342,6 +347,11 @@ print(len(kept), "tokens:", [session.tokenizer.decode([token]) for token in kept
 assert {one.token_ids[0] for one in many} <= kept, "top_p draws from its nucleus alone"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Temperature changes the shape of the distribution, top_k, top_p and min_p cut its tail, penalties look at the text so far. With a seed a draw depends
+# on its position alone, so that it can be repeated.
+#
 # ## In production
 #
 # Servers sample on the device, for all rows at once, and sort only where an option needs it; speculative decoding accepts drafts with a rule that keeps the distribution as it is. Few of them promise the same text for the same seed in another batch.

@@ -7,6 +7,8 @@
 #
 # **Also called:** prefix cache = automatic prefix caching (vLLM), RadixAttention (SGLang), prompt caching (hosted APIs); a *page* = a block (vLLM).
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Pages of three prompts in a prefix tree](../source/pictures/05_tree.svg)
 #
 # The keys and values of a token depend on the tokens before it and on nothing else. Two prompts with the same beginning have
@@ -263,6 +265,10 @@ small.cache.stats()
 # Write `predicted(prompts, page)`: how many tokens of each prompt come from the cache, which is empty at first, if they are sent one after the other? Whole pages are shared, and a page is copied of which at least four tokens are the same. Check it against the engine.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def predicted(prompts: list[list[int]], page: int) -> list[int]:
     cached, hits = [np.zeros(0, int)], []  # the whole pages of each prompt are kept
@@ -288,6 +294,11 @@ assert predicted(prompts, PAGE) == measured, (
 )
 
 # %% [markdown]
+# ## Takeaway
+#
+# Keys and values depend on the beginning of a text alone. A tree of pages keeps them, so that equal beginnings are computed once. Put what stays the
+# same first in a prompt.
+#
 # ## In production
 #
 # Routers send a request to the replica that has its prefix. Names of pages are hashes of everything before them, so that replicas and disks can share them. Hosted APIs charge cached tokens less, and ask you to put what is constant first.

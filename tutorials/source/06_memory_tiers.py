@@ -7,6 +7,8 @@
 #
 # **Also called:** tiers = KV cache offloading, hierarchical cache (SGLang's HiCache, LMCache); `lpm` and `dfs-weight` are SGLang's names; eviction = LRU.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Pages move down when a tier is full, and up when a prompt hits them](../source/pictures/06_tiers.svg)
 #
 # A GPU of a laptop has 8 GB, its host 32, its disk 1,000. A page that has to leave the device moves down instead of
@@ -179,8 +181,8 @@ assert rates["lpm"] > rates["fcfs"] + 0.1, "an order that looks at the cache fin
 # In order of arrival three of five documents are there when a question comes, at best; `lpm` asks all eight questions about a document
 # before it is dropped, and reads each document once. No request starves: one that was overtaken too often goes first.
 #
-# Now first come, first served with host memory: what left the device is found there. Missing are the documents' first
-# readings, and now and then a copy that was expected to take longer than computing.
+# Now first come, first served with host memory: what left the device is found there. The rest is each document's first
+# reading, and now and then a copy that was expected to take longer than computing.
 
 # %%
 async with rekindle.open("tiny", **OPTIONS, policy="fcfs") as session:
@@ -198,6 +200,11 @@ assert with_host > rates["fcfs"], "host memory finds what the device has lost"
 #
 # How many device pages does `fcfs` need without host memory, so that no document is ever read twice? Compute it, then try.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 documents_pages = sum(len(document) // PAGE for document in documents)
 questions_pages = OPTIONS["max_requests"] * 2  # the questions' own, and one for the tokens that come
@@ -209,6 +216,11 @@ print(f"{room['device_pages']} pages: {best:.1%} from the cache")
 assert best > 0.87, "with room for all documents, each is read once"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Pages that leave the device go to host memory and to disk, and come back quicker than they could be computed. What helps most is an order of requests
+# that uses a page while it is there.
+#
 # ## In production
 #
 # LMCache, HiCache and Mooncake keep pages in host memory, on local SSDs and on other machines, and prefetch them layer by layer while the first layers compute. Which page leaves is decided with more than recency: size, cost, and whether a conversation is likely to go on.

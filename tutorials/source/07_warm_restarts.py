@@ -7,6 +7,8 @@
 #
 # **Also called:** compiled programs on disk = JAX's persistent compilation cache, here without tracing; a snapshot = a saved KV cache (llama.cpp's `--prompt-cache`).
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # Two things were expensive, and lie on disk after a restart: compiled programs, whose compiling is most of a first start, and pages of the
 # prefix cache. This notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
 #
@@ -220,6 +222,11 @@ await kernel.kill()
 #
 # Show that a cache folder is worth nothing to other weights: what does a session on a model with other weights find of this prompt? (`rekindle.models.random_model` makes one.)
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 kernel = await Kernel().start()
 found = await kernel.run(f"""
@@ -239,6 +246,11 @@ assert found.split()[0] == "0", "pages of other weights are never used"
 assert found.split()[1] != "0", "its own are"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A restart brings back compiled programs, weights in their final form and pages. Pages are bound to the weights that made them, so that a changed model
+# never reads others' pages.
+#
 # ## In production
 #
 # Engines store compiled programs per machine image (torch.compile's and XLA's caches) and start from snapshots of memory, because loading tens of gigabytes takes longer than compiling. Prefix caches survive in host memory of other machines or in object storage.

@@ -7,6 +7,8 @@
 #
 # **Also called:** task group = nursery (trio); a handle = a future; backpressure = admission control; `session.map` = batch inference.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # A session is safe to use from any number of tasks, threads and event loops. This page uses [anyio](https://anyio.readthedocs.io),
 # which works on asyncio (what Jupyter runs) and on trio.
 #
@@ -295,6 +297,11 @@ with ThreadPoolExecutor(4) as pool:
 #
 # Be polite: generate twelve texts with never more than three requests at once, and prove it by counting.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 limiter = anyio.CapacityLimiter(3)
 at_once: list[int] = []
@@ -314,6 +321,11 @@ assert len(at_once) == 12, "all twelve ran"
 assert max(at_once) == 3, "three at once is as much as it gets"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A request is a handle in a scope: leaving the scope stops it, a timeout keeps what came before, and a bound on waiting requests makes callers wait
+# instead of filling memory.
+#
 # ## In production
 #
 # They have the same four ideas at the edge of a server: a bounded queue, timeouts, cancelling when the client goes away, and fairness among tenants. What a notebook adds is that a forgotten cell must not keep the device busy.

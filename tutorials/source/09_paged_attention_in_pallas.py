@@ -7,6 +7,8 @@
 #
 # **Also called:** page = block; page table = block table (vLLM); split-KV = flash decoding; the scratch page = the null block.
 #
+# **Takes:** about 20 minutes, with no model.
+#
 # ![A page table maps a text's tokens to pages anywhere in one array](../source/pictures/09_pages.svg)
 #
 # In the engine, the cache of a text is a list of pages somewhere in one big array. Attention has to follow that list. We write
@@ -272,7 +274,7 @@ assert max(pl.cdiv(pl.cdiv(int(length), S), SPLITS) for length in lengths) == 2,
 # A comparison is worth something if it notices mistakes. Here are three classic ones: an off-by-one in the mask, a page table read
 # from the wrong row, and scores that are not divided by √D.
 #
-# **Predict.** Right kernels differ from the oracle by less than 0.000001. Do mistakes differ by more or less than 0.1?
+# **Predict.** Right kernels differ from the oracle by less than 0.000001. By how much do you expect the classic mistakes to differ: as little as rounding, or visibly? Give a power of ten.
 #
 # <details><summary>Answer</summary>
 #
@@ -308,6 +310,11 @@ assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.va
 #
 # Models such as Gemma let most layers look at the last few tokens only. Change `attend_paged` to a window of 8 tokens, and skip pages that lie before it. The oracle has `sliding_window=8`.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 WINDOW = 8
 
@@ -340,6 +347,11 @@ print(f"largest difference {off:.1e}")
 assert off < 1e-5, "a window is one more condition, and fewer pages"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Paged attention is a loop over a table with a running maximum and a running sum. Right kernels differ from the oracle by rounding alone, and any real
+# mistake shows.
+#
 # ## In production
 #
 # FlashInfer, FlashAttention and vLLM's kernels choose the number of splits per batch from lengths, read pages with asynchronous copies, and pack the queries of a group into one matrix product so that decode uses the matrix units.

@@ -7,6 +7,8 @@
 #
 # **Also called:** logits processor = transformers' and vLLM's word; a mask of minus infinity = constrained decoding; a bonus = `logit_bias` that depends on the position.
 #
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # A logits processor is a pure JAX function. It gets the logits of all rows that want it and some context, and returns new
 # logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that did
 # not ask for it are left alone.
@@ -86,7 +88,7 @@ def fresh_words(logits, context):
 #
 # so the softmax gives the others all of the probability.
 #
-# **Predict.** Which share of the 2,048 tokens has an *e*: more or less than a fourth?
+# **Predict.** How many of the 2,048 tokens have an *e*?
 #
 # <details><summary>Answer</summary>
 #
@@ -148,7 +150,7 @@ for names in ((), "no-e", ("no-e", "fresh-words")):
 # each next word is drawn from what is left there. A mask guarantees the form and costs sense; a larger model has more to
 # choose from.
 #
-# **Predict.** Four texts of 40 tokens, drawn at temperature 1. How many letters *e* have they?
+# **Predict.** Four texts of 40 tokens, drawn at temperature 1. How many times does the letter *e* occur in them?
 #
 # <details><summary>Answer</summary>
 #
@@ -232,6 +234,11 @@ except rekindle.errors.RekindleError as error:
 # Write a processor that never lets the model use digits, and ask it for a sum. Its answers make no sense, and can't: all that it has
 # learned about sums are digits. A mask guarantees the form alone.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 digits = np.array([any(char.isdigit() for char in text) for text in texts])
 
@@ -247,6 +254,11 @@ print([done.text for done in sums])
 assert not any(char.isdigit() for done in sums for char in done.text), "a mask from the vocabulary holds"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A logits processor is a function that runs within the compiled step. It changes the distribution before a token is chosen, at no cost for the other
+# rows.
+#
 # ## In production
 #
 # Servers run a fixed set of processors fused into sampling, and apply grammars as bit masks that are computed on the host while the device works (tutorial 14). Arbitrary Python in the loop, as in transformers, costs a trip to the host for each token.

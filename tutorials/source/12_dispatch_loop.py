@@ -7,6 +7,8 @@
 #
 # **Also called:** the dispatch loop = engine loop, `step()` (vLLM), with asynchronous scheduling; overlap scheduling (SGLang); a runner = a model runner or executor.
 #
+# **Takes:** about 15 minutes, with no model.
+#
 # ![The host plans step N+1 while the device runs step N](../source/pictures/12_loop.svg)
 #
 # A request travels in one direction, through tasks that are connected by bounded streams:
@@ -300,6 +302,10 @@ stats
 # Write a runner `Shouter` whose tokens are the poem's in capitals, and run an engine with it. Nothing but `fetch` differs from `Poet`.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 class Shouter(Poet):
     def fetch(self, in_flight: InFlight) -> StepResult:
@@ -319,6 +325,11 @@ print(shouted)
 assert shouted == POEM[1:7].upper(), "an engine runs any runner that keeps the contract"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Between submit and the text stand four parts that know nothing of each other: intake, scheduler, runner, detokenizer. Planning one step ahead keeps
+# the device busy.
+#
 # ## In production
 #
 # The loop is the same; it spans processes. Tokenizing, scheduling and detokenizing run side by side, because Python holds one lock, and plans travel to workers over shared memory. The one step of lateness is what vLLM calls asynchronous scheduling.

@@ -7,6 +7,8 @@
 #
 # **Also called:** the API = OpenAI's, as vLLM, SGLang, llama.cpp and Ollama speak it; events = server-sent events (SSE); `/metrics` = Prometheus' format.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # Editors, agents and evaluation suites speak OpenAI's API: they want a URL. A session has one, if you ask for it. The server
 # runs in a thread alongside the cells and works on the same session, so that both share its programs, its prefix cache
 # and its dashboard. It needs the extra `serve`: `pip install "rekindle[serve]"`.
@@ -174,6 +176,10 @@ print("\n".join(line for line in lines if line.startswith(("rekindle_request_suc
 # Write `streamed(messages)`: a client that streams a chat, joins the pieces, and returns the text with the `finish_reason`. Show that it is the answer of the cell above.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def streamed(messages: list[dict]) -> tuple[str, str]:
     asked = json.dumps({"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}).encode()
@@ -195,6 +201,10 @@ assert text == own.text, "a stream is the answer in pieces"
 assert reason == "stop", "OpenAI's word for the model's own end"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A server shares the session that the notebook has open: one model in memory, one cache, two kinds of callers. Bounds and a key protect it.
+#
 # ## In production
 #
 # In front of several replicas stands a router that knows prefixes and loads; keys have budgets; answers outlive a connection. The API is the same, so a client moves by changing one URL.

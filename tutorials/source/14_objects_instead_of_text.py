@@ -7,6 +7,8 @@
 #
 # **Also called:** structured output = guided decoding, constrained decoding, JSON mode; the mask = token bitmask (XGrammar); forced tokens = jump-forward decoding (SGLang).
 #
+# **Takes:** about 10 minutes, with the embedded model.
+#
 # A language model writes tokens. If what you need is a record with three fields, you can ask for JSON in the prompt, parse what
 # comes back, and try again when it doesn't parse. Or you pass the type, and the model can't write anything else. This needs one
 # package more: `pip install "rekindle[structured]"`.
@@ -164,6 +166,11 @@ fork.parsed
 #
 # Write a regular expression for dates, so that at any temperature every text is a day that exists in every year.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 import datetime
 
@@ -173,6 +180,11 @@ print(*(one.parsed for one in days))
 assert all(datetime.date.fromisoformat(one.parsed) for one in days), "every text is a date that exists"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A schema guarantees the form of an answer with any model, never its truth. Check for `parsed` being None, and read `allowed` to see what the model
+# could have said.
+#
 # ## In production
 #
 # vLLM and SGLang take the same forms (JSON schema, regex, grammar) from XGrammar or llguidance, compile grammars in the background and keep them. Hosted APIs accept a subset of JSON schema.

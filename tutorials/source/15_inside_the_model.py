@@ -7,6 +7,8 @@
 #
 # **Also called:** capture = hooks, activation caching (TransformerLens' `run_with_cache`); patching = causal tracing, interchange intervention; a steering vector = activation addition, control vector (llama.cpp).
 #
+# **Takes:** about 20 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # Between two layers of a transformer there is one array: the *residual stream*, a vector for each token. Every layer reads it and
 # adds to it. Three well-known experiments look at it, replace it, and push it. Here they run on the engine as it is: batched, with
 # its prefix cache, and without compiling anything anew from one layer or vector to the next.
@@ -346,6 +348,11 @@ if smollm2:
 #
 # The formula says that a layer adds two things, its attention's output and its MLP's. Capture all four arrays (`residual_before`, `attention`, `mlp`, `residual`) and check the sum in each layer. Which layer adds the most?
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 parts = ("residual_before", "attention", "mlp", "residual")
 done = await session.generate("Once upon a time there was", max_tokens=4, capture=dict.fromkeys(parts, "all"))
@@ -360,6 +367,11 @@ print([round(float(length), 1) for length in added])
 assert np.argmax(added) == layers - 1, "the last layer adds the most"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A layer's state can be read and changed while the model runs. What the model will say shows in the last layers, and a direction added to the right
+# ones changes what it says.
+#
 # ## In production
 #
 # Production engines return hidden states rarely, and steer through adapters or prompts. Research runs on hooks in PyTorch; NNsight and vLLM's extensions bring them to engines that batch.

@@ -7,6 +7,8 @@
 #
 # **Also called:** rollout = generation phase; GRPO = group relative policy optimization; `swap_weights` = weight sync; advantage = normalised reward.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # Reinforcement learning of a language model is a loop of two halves. The model writes many answers to each question, and each answer gets
 # a reward; then its weights change a little, so that answers with more reward become likelier. The first half is inference and takes most
 # of the time, so it needs an engine. The second half is a few lines of JAX. Here both run on one device and share one set of arrays.
@@ -177,7 +179,7 @@ assert np.mean(rewards[-4:]) > 0.8, "twenty steps teach it"
 # Every sum of two dice, answered greedily, also in two forms that it was never trained on. The old weights are still there: `model` has
 # them.
 #
-# **Predict.** There are 36 sums of two dice. How many does the trained model get right in the form that it was trained on, and how many did it before: more or less than 10?
+# **Predict.** There are 36 sums of two dice. How many does the trained model get right in the form that it was trained on, and how many did it get right before?
 #
 # <details><summary>Answer</summary>
 #
@@ -240,6 +242,10 @@ print(
 # Write `advantages(rewards)` by the formula. What does a group get in which all answers earn the same? And the only right one among eight?
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def advantages_of(rewards: list[float]) -> np.ndarray:
     marks = np.array(rewards)
@@ -251,6 +257,11 @@ assert np.all(advantages_of([0.4] * 8) == 0), "a group that agrees teaches nothi
 assert abs(advantages_of([1.0] + [0.0] * 7)[0] - np.sqrt(7)) < 0.01, "one right among eight is worth the root of seven"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Sampling and training can share one set of weights. Rewards move the model to forms that it could nearly produce already, and a held-out form shows
+# what it has not learned.
+#
 # ## In production
 #
 # Trainers such as veRL and OpenRLHF put engine and optimizer on many devices, send weights over the network, let rollouts run a few versions behind, and correct for it with the ratio above.

@@ -7,6 +7,8 @@
 #
 # **Also called:** LoRA = low-rank adaptation; rank = `r` (PEFT); many adapters over one base = multi-LoRA (vLLM), S-LoRA; base = parent (`/v1/models`).
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Next to a matrix stand two narrow ones for each adapter; each row uses its own](../source/pictures/17_adapters.svg)
 #
 # A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 3.3 % of the numbers here. What
@@ -248,6 +250,11 @@ assert [entry.get("parent") for entry in listed] == [None, listed[0]["id"], list
 #
 # How much of a layer did the pirate change? Multiply its two matrices for `layers.0.mlp.down`, and find the rank of the product and its size relative to the weight. (A trainer's arrays end in `lora_a` and `lora_b`.)
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 import numpy as np
 
@@ -259,6 +266,11 @@ assert np.linalg.matrix_rank(change) == 8, "the change has the adapter's rank"
 assert change.size == weight.size, "and the weight's shape"
 
 # %% [markdown]
+# ## Takeaway
+#
+# An adapter is two thin matrices next to each large one. Several can be active in one batch, each row with its own, and the model itself stays as it
+# is.
+#
 # ## In production
 #
 # Servers keep thousands of adapters in host memory and bring them to the device when a request names one; kernels multiply rows of many adapters at once (Punica, S-LoRA). Adapters are trained over 4-bit weights (QLoRA), and merged into the weights where there is only one.

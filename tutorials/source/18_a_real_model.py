@@ -7,6 +7,8 @@
 #
 # **Also called:** GGUF = llama.cpp's file format; Q4_K_M, Q4_1 = its kinds of 4 bits; instruct model = chat model; a chat template = a prompt format.
 #
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # ![A model's file, its memory and its speed follow from weights and bits](../source/pictures/18_files.svg)
 #
 # All other pages use the model that ships with the package. This one opens a real one: SmolLM2-135M-Instruct, in a file of 98 MB with
@@ -146,7 +148,7 @@ print(f"{max(speeds):.0f} tokens/s; {max(speeds) * size / 1e9:.1f} GB of weights
 # An instruct model was trained on conversations in one form, its *chat template*. `render` shows the text that the model really
 # reads; `chat` uses it.
 #
-# **Predict.** The question has 6 tokens. How many has the prompt that the model reads: more or less than twice as many?
+# **Predict.** The question has 6 tokens. How many times as many has the prompt that the model reads?
 #
 # <details><summary>Answer</summary>
 #
@@ -205,6 +207,10 @@ for seed in (1, 2):
 # Write `largest(memory_gb)`: which of the models with 1, 4, 8, 14, 24 and 32 billion weights is the largest that fits in 4.5 bits, with 1 GB for cache and 0.5 GB for the runtime, into half of a laptop's memory? Answer for 16 GB and for 64 GB.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def largest(memory_gb: float) -> int:
     return max(size for size in (1, 4, 8, 14, 24, 32) if file_gb(size * 1e9, 4.5) + 1.5 <= memory_gb / 2)
@@ -215,6 +221,11 @@ assert largest(16) == 8, "16 GB run 8 billion weights"
 assert largest(64) == 32, "64 GB run 32 billion, slowly"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Bits times parameters are bytes, bytes divided by bandwidth are the time of a token. An instruct model needs its template, and a small one repeats
+# itself when it is greedy.
+#
 # ## In production
 #
 # The same arithmetic chooses GPUs: weights, plus the cache of as many conversations as should run at once, have to fit. Models are served in 8 or 4 bits where quality on the task allows it, and templates are tested token by token against the trainer's.

@@ -7,6 +7,8 @@
 #
 # **Also called:** memory-bound = bandwidth-bound; arithmetic intensity = operations a byte; the bound = roofline; MBU and MFU = shares of the two limits that are used.
 #
+# **Takes:** about 15 minutes, with no model.
+#
 # ![A step's time is the larger of reading and computing](../source/pictures/19_roofline.svg)
 #
 # A machine does two things in a step: it reads bytes, and it multiplies and adds. Each has a limit, and a step takes at least as long
@@ -189,6 +191,10 @@ assert round(2 * weights * 128 / model.nbytes) == 128, "each weight that is read
 # Write `bound(weights, bits, bandwidth)`, the most tokens a second of one text. What may a laptop with 50 GB/s make with 8 billion weights in 4.5 bits, and an H100 with 3,350 GB/s in 16 bits?
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def bound(weights: float, bits: float, bandwidth: float) -> float:
     return bandwidth / (weights * bits / 8)
@@ -200,6 +206,11 @@ assert round(laptop) == 11, "4.5 GB are read for each token"
 assert round(h100) == 209, "16 GB at 67 times the bandwidth"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A step reads all weights, and computes two operations for each weight and token. With few tokens in a step bytes decide, so take fewer bits or more
+# texts; with many, operations decide. Compute the bound first, then ask where the rest of the time goes.
+#
 # ## In production
 #
 # An H100 is balanced at about 300 operations a byte in 16 bits, so that batches of hundreds of texts are needed before arithmetic is the limit; long contexts move it back, since each text reads its own cache. Serving systems choose batch, bits and number of devices on this picture, and report the share of each limit that they use.

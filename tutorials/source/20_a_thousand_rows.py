@@ -7,6 +7,8 @@
 #
 # **Also called:** scoring choices = log-likelihood ranking, multiple choice (lm-eval's `acc`); margin = confidence; held-out = test split.
 #
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # ![The common beginning is computed once; each choice adds a few tokens](../source/pictures/20_rows.svg)
 #
 # Text has to be parsed; a choice is a column. `score` gives the log-probability of each possible answer, so that every row gets a
@@ -43,7 +45,7 @@ table.head()
 # and the label is the largest one. Wrong answers here are one more, one less and ten more. All four choices of a row share its
 # prompt, which is computed once.
 #
-# **Predict.** Four choices were drawn blindly. Which share of 1,000 rows would be right by chance? And by the model: more or less than 0.5?
+# **Predict.** Four choices were drawn blindly. Which share of 1,000 rows would be right by chance? And by the model?
 #
 # <details><summary>Answer</summary>
 #
@@ -77,7 +79,7 @@ exact[["choice", "score", "margin"]].head()
 #
 # The *margin* is the difference of the best two log-probabilities. If it means something, rows with a large margin are right more often.
 #
-# **Predict.** Sort the rows by margin. Are the surer 500 right more often than the others by more or by less than 0.1?
+# **Predict.** Sort the rows by margin. By how much are the surer 500 right more often than the others?
 #
 # <details><summary>Answer</summary>
 #
@@ -110,7 +112,7 @@ assert by_margin[:50].mean() < by_margin[50:500].mean(), (
 # Perplexity (page 10) is an average over words. What counts is the labels. So keep rows aside that nothing is chosen on, here the last
 # 500, and label them with 8 and with 4 bits:
 #
-# **Predict.** In which share of these rows does the label change with 8-bit weights: more or less than 0.1?
+# **Predict.** In which share of these rows does the label change with 8-bit weights?
 #
 # <details><summary>Answer</summary>
 #
@@ -156,7 +158,7 @@ print(said.head(3).to_list())
 # examples. A small model has a favourite answer whatever it reads (Zhao et al., 2021). So the limit for *positive* need not be 0: label a
 # dozen rows yourself, and put it halfway between the mean margins of both labels.
 #
-# **Predict.** Half of the 24 reviews are positive. With the limit at 0, are more or less than 12 called positive?
+# **Predict.** Half of the 24 reviews are positive. With the limit at 0, how many does the model call positive?
 #
 # <details><summary>Answer</summary>
 #
@@ -223,6 +225,11 @@ if smollm2:
 #
 # Choose the smallest margin on the first 500 rows above which 90 % of the labels are right, among a hundred rows at least; if there is none, the median. Which share of the other 500 rows is above it, and how many of those are right?
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 seen = table.head(500)
 candidates = np.sort(seen["margin"])[:-100]  # at least a hundred rows lie above each
@@ -235,6 +242,11 @@ print(
 assert kept["correct"].mean() > held_out["correct"].mean(), "a limit chosen on other rows holds on these"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Scoring choices is quicker and surer than generating labels. The margin says which labels to look at, and a few labelled rows say where to put the
+# limit.
+#
 # ## In production
 #
 # Batches of millions of rows go to engines as files (OpenAI's batch format, `rekindle run-batch`), sorted so that common beginnings meet in the cache. Labels are checked against a few hundred that people made, in each batch anew, and choices are compared by length-normalised scores where they differ in length.

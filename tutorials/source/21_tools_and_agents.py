@@ -7,6 +7,8 @@
 #
 # **Also called:** tool call = function calling; an agent = this loop; the call's form = tool syntax (`<tool_call>…`), here a stop string; tool result = a message of the role `tool`.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![The model writes a call, your code runs it, its result becomes a message, and again](../source/pictures/21_agent.svg)
 #
 # A model writes text, and nothing else. It "calls a function" by writing something that your code recognises; your code stops it there,
@@ -34,7 +36,7 @@ def ask(left: int, right: int) -> str:
 # The embedded model writes `23 + 35 = 58`. It has learned sums of up to two digits, not how to add: a result of three digits it has hardly ever
 # seen.
 #
-# **Predict.** Of 64 sums of two numbers from 50 to 78, does it get more or less than 5 right?
+# **Predict.** Of 64 sums of two numbers from 50 to 78, how many does it get right?
 #
 # <details><summary>Answer</summary>
 #
@@ -96,11 +98,11 @@ for turn in turns:
 #
 # $$n_1 + n_2 + \ldots + n_k \approx \frac{k \cdot n}{2}$$
 #
-# **Predict.** All 64 sums again, with the tool. How many are right: more or less than 50?
+# **Predict.** All 64 sums again, with the tool. How many are right now?
 #
 # <details><summary>Answer</summary>
 #
-# More than **50**. What is missing are sums whose numbers it copied wrongly: a tool answers what it was asked.
+# More than **50**. In the others it copied a number wrongly: a tool answers the question that it gets.
 #
 # </details>
 
@@ -171,6 +173,10 @@ assert sum(isinstance(done.parsed, Call) for done in calls) == 4, "each call can
 # Let the calculator subtract and multiply as well, and refuse results above 1,000 with an error in words. Show that no text can make it do anything else.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def larger_calculator(expression: str) -> str:
     match = re.fullmatch(r"\s*(\d{1,4}) ([-+*]) (\d{1,4})\s*", expression)
@@ -187,6 +193,11 @@ assert larger_calculator("7 * 6") == "42", "it multiplies"
 assert all(larger_calculator(text).startswith("error") for text in tried[2:]), "everything else is an error in words"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A tool call is text that your code recognises and answers. Parse strictly, bound the turns, return errors as results, and let code decide what a call
+# may do.
+#
 # ## In production
 #
 # Agents keep conversations of tens of thousands of tokens, so that their cost is the cache: prompts are built to grow at the end only. Tools run in sandboxes, with time limits and budgets; calls are checked against their schema, and a person confirms what can't be undone.

@@ -7,6 +7,8 @@
 #
 # **Also called:** drafting = speculative decoding; prompt lookup = n-gram speculation; draft = proposed or speculative token; verification = scoring; acceptance rate = α.
 #
+# **Takes:** about 20 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # ![Drafts are copied from where the text said this before; one step verifies all of them](../source/pictures/22_drafts.svg)
 #
 # A decode step reads all weights for one token. Reading them for eight tokens takes hardly longer. But the eighth depends on the
@@ -46,7 +48,7 @@ TEXTS = {
 }
 
 # %% [markdown]
-# **Predict.** A text that repeats one word: 60 tokens with up to 7 drafts a step. Without drafts it takes 60 steps. With them: more or less than 20?
+# **Predict.** A text that repeats one word: 60 tokens with up to 7 drafts a step. Without drafts it takes 60 steps. How many with them?
 #
 # <details><summary>Answer</summary>
 #
@@ -174,7 +176,7 @@ assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
 # `drafts=` takes a model, too: a folder, a GGUF file or a name. It has to have the same tokenizer, be right often and be small. Which share is right is
 # measured without any drafts: let the small model say the next token after each prefix of the text. Here a copy of the model in four bits is the drafter.
 #
-# **Predict.** Of 40 tokens, how many does the four-bit copy say as well: about 10, 20, or more than 30?
+# **Predict.** Of 40 tokens, how many does the four-bit copy say as well: a quarter, half, or nearly all?
 #
 # <details><summary>Answer</summary>
 #
@@ -204,7 +206,7 @@ assert right > 30, "four bits say nearly the same"
 async with rekindle.open("tiny", drafts=copy, **OPTIONS) as drafted:
     again, taken = await steps(drafted, TEXTS["a story"])
     print(drafted.explain(again).text)
-assert again.text == story.text, "whoever drafts, the text is the model's"
+assert again.text == story.text, "any drafter gives the model's text"
 
 # %% [markdown]
 # The session measures what its steps take and how often drafts are right, and gives a step the drafts that gain by the formula. This drafter is as large as
@@ -223,7 +225,7 @@ print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tok
 # The loop above repeats one word, which no user asks for. So SmolLM2-135M-Instruct (page 18 fetches it) gets three real requests: to repeat a
 # text, to quote a sentence, and to tell a story.
 #
-# **Predict.** Without drafts the repeated text takes 42 steps. With up to 7 drafts: more or less than 21?
+# **Predict.** Without drafts the repeated text takes 42 steps. How many with up to 7 drafts?
 #
 # <details><summary>Answer</summary>
 #
@@ -271,6 +273,10 @@ if smollm2:
 # Write `lookup(tokens, count, size)`: find the last `size` tokens earlier in the text, latest first, and return up to `count` tokens that came after them. How many of 40 tokens of the loop's text does it guess, if it proposes one token at each position?
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 def lookup(tokens: list[int], count: int, size: int = 2) -> list[int]:
     end = tokens[-size:]
@@ -288,6 +294,11 @@ assert guessed > 30, "a loop is easy to guess"
 assert lookup([1, 2, 3, 1, 2], 2) == [3, 1], "what came after the same two tokens"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Drafts are guesses that one step checks. They never change a greedy text or the distribution of a drawn one; what they save depends on how much of a
+# text can be guessed.
+#
 # ## In production
 #
 # Drafts come from small models of the same family, or from a layer that continues the large model's hidden states (EAGLE, multi-token prediction: `drafts="mtp"` where a

@@ -7,6 +7,8 @@
 #
 # **Also called:** linear attention = a recurrence with a matrix as its state; gated delta rule (Qwen3.5), SSM (Mamba), short convolution (LFM2); hybrid = layers of both kinds; a state at an edge = checkpoint, Mamba cache.
 #
+# **Takes:** about 15 minutes, with no model.
+#
 # ![Attention keeps keys and values of every token; a recurrent layer keeps one state](../source/pictures/23_states.svg)
 #
 # Attention remembers everything: its cache grows with each token, and so does what a step reads. A *recurrent* layer has a state of fixed
@@ -175,6 +177,11 @@ print(
 #
 # Add a gate: $S_t = g S_{t-1} + k_t v_t^T$ with $g = 0.9$. Write it as attention with weights that decay, and compare. After how many tokens is less than 1 % of a token left in the state?
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 GATE = 0.9
 apart = np.arange(T)[:, None] - np.arange(T)
@@ -195,6 +202,11 @@ assert off < 1e-4, "a gate is attention whose weights decay"
 assert forgotten == 44, "0.9 to the 44th is below a hundredth"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A recurrent state has one size however long the text is, and no history. So a prefix hit needs a saved state, and engines keep states at chosen
+# positions.
+#
 # ## In production
 #
 # vLLM and SGLang keep states of hybrids at block boundaries or at the ends of requests, and trade their number against hits; training and prefill compute the recurrence in chunks, as matrix products. Speculation has to keep the state after each draft, since a refused one can't be taken back: rekindle writes them to slots of their own, SGLang keeps their inputs and computes the accepted ones again.

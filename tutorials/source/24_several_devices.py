@@ -7,6 +7,8 @@
 #
 # **Also called:** the axis `model` = tensor parallelism (TP); `data` = data parallelism (DP); `expert` = expert parallelism (EP); a sum over devices = all-reduce, `psum`.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![Each device has half of the heads and half of the MLP; two sums a layer join them](../source/pictures/24_mesh.svg)
 #
 # A model that is too large or too slow for one device is divided: each device has a part of every matrix. JAX can pretend that a
@@ -93,7 +95,7 @@ report
 # %% [markdown]
 # The same text, from the same cache of pages; each device has its KV head of every page.
 #
-# **Predict.** In float32 the model has 16 MB of weights. How many MB has each device: about 8, or more than 9?
+# **Predict.** In float32 the model has 16 MB of weights. How many MB has each device?
 #
 # <details><summary>Answer</summary>
 #
@@ -139,6 +141,10 @@ plt.show()
 # Divide attention by hand: four query heads, each with its own keys and values, over two devices, with the output projection divided by rows. Compare with the whole.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 heads, size, length = 4, 16, 10
 q, k, v = (jnp.array(rng.standard_normal((length, heads, size)), jnp.float32) for _ in range(3))
@@ -164,6 +170,11 @@ print(f"largest difference {off:.0e}")
 assert off < 1e-4, "heads are divided, and one sum joins them"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Divide heads and the inner size of the MLP, and two sums a layer join the parts. It pays if the time saved by reading fewer weights is longer than the
+# sums take.
+#
 # ## In production
 #
 # Devices of one machine share a model over links of hundreds of GB/s; beyond the machine, layers are divided instead (pipelines), or whole models (replicas, page 25). Experts get groups of devices of their own. Sums are overlapped with the next product, and sometimes sent in 8 bits.

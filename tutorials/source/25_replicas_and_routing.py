@@ -7,6 +7,8 @@
 #
 # **Also called:** replica = worker, instance, data-parallel rank; affinity = prefix-aware or cache-aware routing, session stickiness; a fleet = a deployment.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![A router sends a request to the replica that has its beginning](../source/pictures/25_routing.svg)
 #
 # One engine serves as many requests as fit into its steps. Beyond that you need several, and each has a prefix cache of its own.
@@ -49,7 +51,7 @@ print(f"{len(asks)} requests in {asks[-1].at:.0f} s, {sum(ask.length for ask in 
 # The load is chats: 8 system prompts, of which few are popular, and about four turns each. Eight replicas, each with room for
 # 32,000 tokens of cache.
 #
-# **Predict.** `round-robin` gives the next request to the next replica. The busiest one has how many times the mean number of requests? And which router finds more in the caches, by how much: more or less than 0.1?
+# **Predict.** `round-robin` gives the next request to the next replica. The busiest one has how many times the mean number of requests? And which router finds more in the caches, and by how much?
 #
 # <details><summary>Answer</summary>
 #
@@ -79,7 +81,7 @@ assert outcomes["affinity"].hit_rate - outcomes["round-robin"].hit_rate > 0.1, "
 #
 # ## How many replicas?
 #
-# **Predict.** One replica finds more than 80 % of the prompt tokens in its cache. What do eight find with `round-robin`: more or less than 0.6?
+# **Predict.** One replica finds more than 80 % of the prompt tokens in its cache. Which share do eight find with `round-robin`, and with `affinity`?
 #
 # <details><summary>Answer</summary>
 #
@@ -109,7 +111,7 @@ assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversat
 #
 # Tokens that are found need not be computed. The devices are idle for longer, or the same devices serve more people.
 #
-# **Predict.** With `round-robin` the eight devices compute for 35 % of the time. By how many points less with affinity: more or less than 4?
+# **Predict.** With `round-robin` the eight devices compute for 35 % of the time. For how many points less with affinity?
 #
 # <details><summary>Answer</summary>
 #
@@ -158,6 +160,10 @@ else:
 # Write a router that looks at two replicas drawn at random and takes the one with fewer requests (*power of two choices*). How even is it, compared with `affinity`?
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 class TwoChoices:
     def __init__(self) -> None:
@@ -175,6 +181,10 @@ assert two.imbalance < outcomes["shortest"].imbalance, "two choices are evener t
 assert two.hit_rate < outcomes["affinity"].hit_rate, "and know no conversations"
 
 # %% [markdown]
+# ## Takeaway
+#
+# Send a request where its beginning is cached, unless that replica is too busy. Even circles waste caches; pure affinity makes queues.
+#
 # ## In production
 #
 # Routers know what each replica has cached, from its events (vLLM's router, NVIDIA Dynamo, llm-d), and weigh hits against load. Prompts and answers are divided over machines where links are quick. Conversations are moved with their pages when a machine drains.

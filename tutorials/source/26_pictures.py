@@ -7,6 +7,8 @@
 #
 # **Also called:** encoder of pictures = vision tower, ViT; projector = connector, adapter; the rows of a picture = image tokens, soft tokens, visual embeddings.
 #
+# **Takes:** about 15 minutes, with the embedded model.
+#
 # ![A picture is cut into patches, an encoder makes rows of them, and the rows stand among the embeddings of words](../source/pictures/26_pictures.svg)
 #
 # A language model reads rows of numbers, one for each token. It does not matter to its layers where a row comes from: those of words
@@ -120,7 +122,7 @@ print((await ask(seven, "Which digit is it?")).text)
 #
 # Pages of a prompt are found again by the picture's pixels (page 05).
 #
-# **Predict.** A page has 8 tokens. The first answer about a new figure computes its whole prompt. How many times has the encoder to run for a second question about it, and are more or less than 16 tokens of its prompt found in the cache?
+# **Predict.** A page has 8 tokens. The first answer about a new figure computes its whole prompt. How many times has the encoder to run for a second question about it, and how many tokens of its prompt are found in the cache?
 #
 # <details><summary>Answer</summary>
 #
@@ -160,6 +162,11 @@ assert "9" not in done.text, "it answers with what it was taught"
 #
 # How often does it name the highest of four bars? Draw forty figures, and count.
 
+
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 rng, right = random.Random(0), 0
 for _ in range(40):
@@ -174,6 +181,11 @@ assert right >= 32, "four times in five, or more"
 await session.aclose()
 
 # %% [markdown]
+# ## Takeaway
+#
+# A picture becomes rows of numbers that stand in the prompt like tokens. They are cached by the picture's content, so that a second question about it
+# costs only its words.
+#
 # ## In production
 #
 # Encoders have 100 to 600 million parameters, and were trained on pairs of pictures and captions. Pictures keep their shape, or are cut into tiles, so that small print is read: a page of text costs a thousand rows and more. Servers encode apart from decoding, on devices of their own, and keep rows by the digest of the pixels.

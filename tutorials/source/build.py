@@ -81,7 +81,7 @@ def fold(notebook: Any) -> None:
         solution = "solution" in cell.metadata.get("tags", ())
         hidden = {"outputs_hidden": True} if asked or solution else {}
         hidden |= {"source_hidden": True} if solution else {}
-        if hidden:
+        if hidden and "yours" not in cell.metadata.get("tags", ()):
             cell.metadata["jupyter"] = hidden
 
 
@@ -89,8 +89,7 @@ def reworded(source: Path) -> Any:
     """The notebook that is there with the source's words and assertions; raises `CellError` if other code changed."""
     notebook = jupytext.read(source)
     saved = nbformat.read(built(source), as_version=4)
-    executed = [cell for cell in saved.cells if cell.cell_type == "code"]
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    executed, code = computing(saved), computing(notebook)
     if [shown(cell.source) for cell in code] != [shown(cell.source) for cell in executed]:
         raise CellError(f"{source.name}: its code changed, so it has to be executed: build it without --text")
     for cell, before in zip(code, executed, strict=True):
@@ -102,11 +101,17 @@ def reworded(source: Path) -> Any:
     return notebook
 
 
+def computing(notebook: Any) -> list[Any]:
+    """The cells of code, without those that are left for a reader's answer."""
+    return [
+        cell for cell in notebook.cells if cell.cell_type == "code" and "yours" not in cell.metadata.get("tags", ())
+    ]
+
+
 def resumed(source: Path, notebook: Any) -> Any:
     """The executed notebook with the stored outputs of the cells before the first one whose code changed."""
     saved = nbformat.read(built(source), as_version=4)
-    executed = [cell for cell in saved.cells if cell.cell_type == "code"]
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    executed, code = computing(saved), computing(notebook)
     for cell, before in zip(code, executed, strict=False):
         if shown(cell.source) != shown(before.source):
             break

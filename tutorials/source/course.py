@@ -2,12 +2,13 @@
 
 A page of the course has, besides its cells:
 
-- a head: what to know before, what a reader can do afterwards, and what others call the things on the page,
+- a head: what to know before, what a reader can do afterwards, what others call the things on the page, and how many
+  minutes it takes,
 - a diagram and a formula,
 - predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
   bold stands in an assertion of that cell, so that an answer can't differ from what is computed,
-- an exercise, whose solution is a cell with the tag `solution` that asserts what it claims,
-- what production systems do differently, and further reading.
+- an exercise with a cell to write in, whose solution is a cell with the tag `solution` that asserts what it claims,
+- a takeaway, what production systems do differently, and further reading.
 
 An assertion's message is a claim of the page, and the index lists both.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -28,7 +30,8 @@ import jupytext
 FOLDER = Path(__file__).resolve().parent
 INDEX = FOLDER.parent / "README.md"
 HEAD = ("**Before:**", "**Afterwards you can**", "**Also called:**")
-ENDS = ("## In production", "## Further reading")
+LONGEST = 25  # minutes of a reader
+ENDS = ("## Takeaway", "## In production", "## Further reading")
 PREDICTION = re.compile(r"\*\*Predict\.\*\*(.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
 FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")
 FIRST, LAST = "<!-- course -->", "<!-- end -->"
@@ -61,7 +64,11 @@ class Page:
         return cls(
             path,
             tuple(
-                Cell(cell.source, cell.cell_type == "code", "solution" in cell.metadata.get("tags", ()))
+                Cell(
+                    cell.source,
+                    cell.cell_type == "code",
+                    "solution" in cell.metadata.get("tags", ()),
+                )
                 for cell in cells
             ),
         )
@@ -91,6 +98,20 @@ class Page:
         return [claim for cell in self.cells for claim in cell.assertions()]
 
     @property
+    def minutes(self) -> int:
+        """An estimate of a reader's time, in steps of five: words, lines of code, predictions, exercise."""
+        words = len(self.prose.partition("## Further reading")[0].split()) / 220
+        code = sum(len(cell.text.split("\n")) - cell.text.count("\n\n") for cell in self.cells if cell.code) / 25
+        return math.ceil((words + code + self.predictions / 2 + 3) / 5) * 5
+
+    @property
+    def models(self) -> str:
+        code = "".join(cell.text for cell in self.cells if cell.code)
+        names = ["the embedded model"] * bool(re.search(r'"tiny"|\btiny\.', code))
+        names += ["SmolLM2, which page 18 fetches"] * ("REKINDLE_SMOLLM2" in code)
+        return " and ".join(names) or "no model"
+
+    @property
     def seconds(self) -> int | None:
         """How long the page took when its notebook was built."""
         built = self.path.parents[1] / "course" / f"{self.path.stem}.ipynb"
@@ -117,6 +138,10 @@ class Page:
                     for figure in figures
                     if not re.search(rf"(?<![\d.]){re.escape(figure.replace(',', ''))}(?![\d.])", asserted)
                 ]
+        if f"**Takes:** about {self.minutes} minutes, with {self.models}." not in self.prose:
+            wrong.append(f"needs the line **Takes:** about {self.minutes} minutes, with {self.models}.")
+        if self.minutes > LONGEST:
+            wrong.append(f"takes {self.minutes} minutes: divide it")
         solutions = [cell for cell in self.cells if cell.solution]
         if len(solutions) != self.prose.count("## Exercise") or not all(cell.assertions() for cell in solutions):
             wrong.append("needs a cell with the tag solution for its exercise, which asserts something")
@@ -129,12 +154,12 @@ def pages() -> list[Page]:
 
 def table() -> str:
     """The index: a line for each page, then every claim with the assertion that checks it."""
-    names = ("page", "question", "diagrams", "predictions", "exercises", "seconds to build")
+    names = ("page", "question", "minutes", "predictions", "exercises", "seconds to build")
     rows, claims = [], []
     for page in (listed := pages()):
         link = f"[{page.title}](course/{page.path.stem}.ipynb)"
         exercises = sum(cell.solution for cell in page.cells)
-        rows.append((link, page.question, page.diagrams, page.predictions, exercises, page.seconds))
+        rows.append((link, page.question, page.minutes, page.predictions, exercises, page.seconds))
         for message, test in page.claims:
             claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
     lines = ["| " + " | ".join(str(entry or "") for entry in row) + " |" for row in (names, *rows)]
