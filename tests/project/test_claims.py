@@ -53,7 +53,14 @@ CLAIMS = [
     ),
     Claim("25", "still gets more than that", r"affinity.*busiest ([\d.]+) of", lambda found: numbers(found)[0] > 1.25),
     Claim("25", "slowest hundredth waits longest", r"slowest hundredth +(\d+)", lambda found: _largest_last(found)),
+    Claim(
+        "30", "Above the capacity no scheduler helps", r"tenth waited ([\d.]+) times", lambda found: _last_of(found) > 1
+    ),
 ]
+
+
+def _last_of(found: Numbers) -> float:
+    return numbers(found)[-1]
 
 
 def _last(found: Numbers) -> float:

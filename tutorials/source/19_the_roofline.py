@@ -7,18 +7,20 @@
 #
 # **Also called:** memory-bound = bandwidth-bound; arithmetic intensity = operations a byte; the bound = roofline; MBU and MFU = shares of the two limits that are used.
 #
-# **Takes:** about 15 minutes, with no model.
+# **Takes:** about 15 minutes, with SmolLM2, which page 18 fetches.
 #
 # ![A step's time is the larger of reading and computing](../source/pictures/19_roofline.svg)
 #
 # A machine does two things in a step: it reads bytes, and it multiplies and adds. Each has a limit, and a step takes at least as long
 # as the slower of the two. We measure both limits here, predict tokens per second from them, and then measure those.
 #
-# The embedded model fits into the processor's caches, so it would tell us nothing about memory. We take a random model that doesn't:
-# its text is noise, its speed is that of any model of its shape.
+# The embedded model fits into the processor's caches, so it would tell us nothing about memory. We take SmolLM2-135M in 16 bits: from its
+# file, if page 18 has fetched it, and otherwise random weights of its shape. Their text is noise, and their speed is the same.
 
 # %%
+import os
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,30 +28,32 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import rekindle
-from rekindle.models import config_from_hf, random_model
+from rekindle.models import config_from_hf, load, random_model
 
 plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
-config = config_from_hf(
-    {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 4096,
-        "hidden_size": 512,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 20,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": True,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": 2,
-        "bos_token_id": 1,
-    }
-)
-model = random_model(config, dtype="bfloat16")
+SHAPE = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+fetched = (Path.home() / ".cache" / "rekindle-course").glob("*/*.gguf")
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+model = load(smollm2, dtype="bfloat16") if smollm2 else random_model(config_from_hf(SHAPE), dtype="bfloat16")
+print("SmolLM2's weights" if smollm2 else "random weights of SmolLM2's shape")
 
 # %% [markdown]
 # ## What a step has to do
@@ -59,18 +63,18 @@ model = random_model(config, dtype="bfloat16")
 #
 # $$\mathrm{bytes} = \mathrm{weights} \cdot \mathrm{size} + B \cdot \mathrm{cache} \qquad \mathrm{operations} = 2 \cdot B \cdot \mathrm{weights}$$
 #
-# **Predict.** The model has 65 million weights in 16 bits. How many MB does a decode step read? And how many operations does it do for each byte, for one text?
+# **Predict.** The model has 134.5 million weights in 16 bits. How many MB does a decode step read? And how many operations does it do for each byte, for one text?
 #
 # <details><summary>Answer</summary>
 #
-# **130** MB, and **1** operation a byte: two for each weight of two bytes.
+# **269** MB, and **1** operation a byte: two for each weight of two bytes.
 #
 # </details>
 
 # %%
 weights = model.num_parameters
 print(f"{weights / 1e6:.1f} million weights, {model.nbytes / 1e6:.0f} MB, {2 * weights / 1e9:.2f} GFLOP a token")
-assert round(model.nbytes / 1e6) == 130, "two bytes for each weight"
+assert round(model.nbytes / 1e6) == 269, "two bytes for each weight"
 assert round(2 * weights / model.nbytes, 2) == 1, "an operation for each byte that is read"
 
 # %% [markdown]
@@ -129,13 +133,13 @@ session = await rekindle.open(
 rng = np.random.default_rng(0)
 counts, speed, made = (1, 2, 4, 8, 16), {}, {}
 print(f"bound of one text: {bandwidth / model.nbytes:.0f} tokens/s")
-for _ in range(3):  # the first round compiles
+for _ in range(2):  # the first round compiles
     for count in counts:
         prompts = rng.integers(3, 4000, (count, 4)).tolist()
         before, began = session.stats().steps, time.perf_counter()
-        await session.generate(prompts, max_tokens=24, ignore_eos=True)
-        made[count] = 24 * count / (session.stats().steps - before)
-        speed[count] = max(speed.get(count, 0), 24 * count / (time.perf_counter() - began))
+        await session.generate(prompts, max_tokens=16, ignore_eos=True)
+        made[count] = 16 * count / (session.stats().steps - before)
+        speed[count] = max(speed.get(count, 0), 16 * count / (time.perf_counter() - began))
 reading, arithmetic = bandwidth / model.nbytes, flops / (2 * weights)
 print(f"the two limits meet at {arithmetic / reading:.1f} texts")
 for count in counts:
@@ -145,6 +149,14 @@ for count in counts:
         f"{count:2} texts: {made[count]:4.1f} tokens a step, {speed[count]:5.0f} tokens/s, "
         f"{speed[count] / limit:4.0%} of {limit:5.0f} by {name}"
     )
+share = {count: speed[count] / min(count * reading, arithmetic) for count in counts}
+near = "reading explains most" if share[1] > 0.5 else "reading explains less than half"
+print(f"\none text: {share[1]:.0%} of its bound, so that {near} of its time")
+print(
+    f"eight texts: {speed[8] / speed[1]:.1f} times the tokens of one, for {made[8] / made[1]:.1f} times the tokens a step"
+)
+limit = "arithmetic" if 16 * reading > arithmetic else "reading"
+print(f"sixteen texts: the nearer limit is {limit}, and {1 - share[16]:.0%} of the time is neither")
 assert round(made[8] / made[1]) == 8, "eight texts share one reading of the weights"
 
 # %%
@@ -159,11 +171,45 @@ plt.legend(fontsize=8)
 plt.show()
 
 # %% [markdown]
-# The last column is the share of the nearer limit. A share well below 100 % says that neither limit explains the step: it has work that the
+# The last lines say what these figures mean on the machine that ran them. A share well below 100 % says that neither limit explains the step: it has work that the
 # bounds do not count, namely attention, norms, sampling and the host, and a product of a few rows need not run at the speed of two square
-# matrices. Where the shares to the left and to the right of the meeting point are alike, the same overhead explains both. Both limits are
-# measured too, and on a shared machine either may be lower an hour later: a share above 100 % says that the limit was measured at the worse
-# moment.
+# matrices. A share above 100 % says that a limit was measured at a worse moment than the step.
+#
+# ## Fewer bits
+#
+# If reading is the limit, half of the bits should give twice the tokens. The same model again in 8 and in 4 bits, one text:
+
+# %%
+opened, megabytes = {"16 bits": session}, {"16 bits": model.nbytes / 1e6}
+for name, kind in (("8 bits", "int8-weight"), ("4 bits", "int4-32")):
+    small = load(smollm2, quantize=kind) if smollm2 else random_model(config_from_hf(SHAPE), quantize=kind)
+    megabytes[name] = small.nbytes / 1e6
+    opened[name] = await rekindle.open(
+        small,
+        max_requests=16,
+        max_tokens_per_step=128,
+        max_model_len=256,
+        precompile="lazy",
+        prefix_cache=False,
+        quiet=True,
+    )
+rates = dict.fromkeys(opened, 0.0)
+for _ in range(3):
+    for name, one in opened.items():
+        began = time.perf_counter()
+        await one.generate([[5, 6, 7, 8]], max_tokens=32, ignore_eos=True)
+        rates[name] = max(rates[name], 32 / (time.perf_counter() - began))
+for name, rate in rates.items():
+    more, less = rate / rates["16 bits"], megabytes["16 bits"] / megabytes[name]
+    print(
+        f"{name:8} {megabytes[name]:4.0f} MB {rate:5.0f} tokens/s: {more:.1f} times, and {less:.1f} times fewer bytes"
+    )
+assert megabytes["4 bits"] < megabytes["8 bits"] < megabytes["16 bits"], "fewer bits are fewer bytes"
+for name in ("8 bits", "4 bits"):
+    await opened[name].aclose()
+
+# %% [markdown]
+# Where the first factor of a line is the smaller one, the difference is unpacking, and the work that does not shrink with the weights. A first factor above the second says that the 16-bit run met a busier machine.
 #
 # ## The prompt
 #
@@ -208,8 +254,8 @@ assert round(h100) == 209, "16 GB at 67 times the bandwidth"
 # %% [markdown]
 # ## Takeaway
 #
-# A step reads all weights, and computes two operations for each weight and token. With few tokens in a step bytes decide, so take fewer bits or more
-# texts; with many, operations decide. Compute the bound first, then ask where the rest of the time goes.
+# A step reads all weights, and computes two operations for each weight and token. Few tokens in a step: bytes decide, so take fewer bits or more texts. Many tokens: operations decide. Compute the
+# bound first, then ask where the rest of the time goes.
 #
 # ## In production
 #
