@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from helpers import browsing, shown
+from helpers.chatting import saying
 from helpers.front_ends import PAGES, dress, faint
+from helpers.replies import tool
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.notebook import bubbles, figures, live
@@ -87,6 +89,7 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
         stream.refresh()
         made = {"stream": Mounted(state_of(stream), stream.picture)}
         stream.stop()
+    made["reply"] = replied()
     panels = {"chat": chat, "tree": tree, "dashboard": dashboard}
     pages = shown.saved(session, dashboard, done)
     made |= {name: Mounted(state_of(view), view.picture) for name, view in panels.items()}
@@ -95,6 +98,29 @@ def views(session: Session) -> Iterator[dict[str, Mounted]]:
     for view in (chat, dashboard):
         view.stop()
         view.join(60)
+
+
+def replied() -> Mounted:
+    """A chat whose model reasons, calls a tool, and writes what begins as a call and is none."""
+    call = '<tool_call>{"name": "weather", "arguments": {"city": "Paris", "days": [1, 2]}}</tool_call>'
+    with saying(f"<think>They ask about Paris.</think>I *look*.\n{call}\n<tool_call>no") as session:
+        chat = session.view.chat(max_tokens=400, tools=[tool("weather", city="string")])
+        chat.messages = [
+            {"role": "user", "content": "The weather?"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "function": {"name": "time", "arguments": {}}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "noon " * 120},
+        ]
+        chat.send("And in Paris?")
+        chat.handle.result_sync()
+        chat.refresh()
+        made = Mounted(state_of(chat), chat.picture)
+        chat.stop()
+        chat.join(60)
+        return made
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +137,7 @@ def show(page: Any, view: Mounted) -> None:
         page.evaluate(MOUNT, {"script": live._SCRIPT, "css": live._STYLE, "state": view.state})
 
 
-NAMES = ("stream", "chat", "tree", "dashboard", *shown.CELLS)
+NAMES = ("stream", "chat", "reply", "tree", "dashboard", *shown.CELLS)
 ROLES = shown.ROLES | {
     "stream": ['log "Text of r', 'button "Stop"'],
     "chat": [
@@ -121,6 +147,7 @@ ROLES = shown.ROLES | {
         'textbox "Say something"',
         'slider "temperature"',
     ],
+    "reply": ['article "Answer"', 'group "Call of weather"', 'group "Call of time"', 'note "not read as a call"'],
     "tree": ['group "the prefix cache', 'textbox "What would this prompt hit?"', 'button "Pin"'],
     "dashboard": ['img "the last', 'button "Close"'],
 }

@@ -37,3 +37,20 @@ def replies(budget: int, **options: Any) -> list[tuple[int, ...]]:
 def test_drafts_change_no_token(budget: int) -> None:
     alone = replies(budget, drafts="none")
     assert replies(budget, drafts="suffix") == alone
+
+
+def test_a_budget_compiles_nothing_of_its_own() -> None:
+    """Its steps are those of grammars."""
+    options: dict[str, Any] = {**TINY, "max_requests": 2, "max_model_len": 64, "precompile": "all", "drafts": "none"}
+    with rekindle.open_sync("tiny", **options) as session:
+        session.generate_sync(["a b", "b"], max_tokens=6, choice=["a b", "c"])
+        before = session.stats()
+        asked: dict[str, Any] = {"template": TEMPLATE, "max_tokens": 24, "temperature": 0}
+        handles = [session.chat("a b", reasoning_budget=budget, **asked) for budget in (0, 3, 9)]
+        assert [handle.result_sync().usage.reasoning_tokens for handle in handles[:2]] == [0, 3]
+        several = session.chat("a b", reasoning_budget=3, n=2, **asked).result_sync()
+        assert {one.usage.reasoning_tokens for one in several} == {3}
+        whole = handles[2].result_sync()
+        assert session.fork(handles[2], at=2).result_sync().token_ids == whole.token_ids[2:]
+        after = session.stats()
+        assert (after.traces, after.compilations) == (before.traces, before.compilations)

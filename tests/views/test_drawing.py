@@ -7,7 +7,7 @@ import importlib
 import inspect
 import subprocess
 import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -91,7 +91,7 @@ def test_a_reply_is_drawn_by_its_parts() -> None:
 def test_messages_are_drawn_with_calls_as_cards() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "time", "arguments": {"zone": "UTC"}}}
     other = {"function": {"name": "day", "arguments": '{"cut": '}}  # as another library had it
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "user", "content": "When?"},
         {"role": "assistant", "content": "", "reasoning_content": "I ask.", "tool_calls": [call, other]},
         {"role": "tool", "tool_call_id": "1", "content": "x" * 500},
