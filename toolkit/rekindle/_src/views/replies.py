@@ -63,7 +63,7 @@ def parts(
 
     Unfolded reasoning stays unfolded under the same `key`.
     """
-    shown = []
+    shown = list[str]()
     if answer.reasoning:
         shown.append(html.details(summary(answer.reasoning, figures), html.text(answer.reasoning), key=key))
     shown += [unread(text) if marked else render(text) for text, marked in split(answer)]
