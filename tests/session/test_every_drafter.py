@@ -20,7 +20,7 @@ from helpers import adapters, assistants, block_heads, checkpoints, eagle
 from helpers.draft_heads import with_head
 from helpers.sessions import eventually
 from helpers.small import LEAST
-from rekindle import Completion, Session, tiny
+from rekindle import Completion, Handle, Session, tiny
 from rekindle._src.drafts import resting
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.registry import config_from_hf
@@ -55,7 +55,11 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "processed": {"ignore_eos": True, "processors": [LEAST.name], "logit_bias": dict.fromkeys(FEW, -60.0)},
     "adapted": {"ignore_eos": True, "adapter": "own"},
     "measured": {"ignore_eos": True, "logprobs": 1, "logit_bias": FEW},
+    "reasoning": {"ignore_eos": True, "reasoning_budget": 7, "logit_bias": FEW},
+    "reasoning, then a schema": {"reasoning_budget": 4, "schema": SCHEMA, "max_tokens": 44},
+    "reasoning, adapted": {"ignore_eos": True, "reasoning_budget": 3, "adapter": "own"},
 }
+OPENS_REASONING = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if false %}</think>{% endif %}"
 EACH = 10  # prompts that ask for the same; every second one is drawn
 DRAFTERS = {
     "lookup": "states",
@@ -107,25 +111,41 @@ def opened(folders: dict[str, str], name: str, drafter: str, cache: Path, **more
     return session
 
 
+def submitted(session: Session, ids: list[int], options: dict[str, Any]) -> Handle[Completion]:
+    """A request with these tokens, or a chat with their text if its reasoning has a budget."""
+    if "reasoning_budget" not in options:
+        return session.submit(ids, **options)
+    question = session.tokenizer.decode(ids[:12])
+    handle: Handle[Completion] = session.chat(question, template=OPENS_REASONING, **options)
+    handle.submit()
+    return handle
+
+
 def texts(session: Session, each: int) -> dict[str, Any]:
     """The tokens of so many prompts of each kind, and of forks. Kinds with a program of their own are apart: each
     combination of them would be programs, too."""
     done: dict[int, Completion] = {}
-    for apart in ({"processed"}, {"adapted"}, REQUESTS.keys() - {"processed", "adapted"}):
-        handles = {}
+    handles: dict[int, Handle[Completion]] = {}
+    adapted = {name for name in REQUESTS if "adapted" in name}
+    for apart in ({"processed"}, adapted, REQUESTS.keys() - {"processed"} - adapted):
         for number in range(each):
             for kind, name in enumerate(REQUESTS):
                 place = number * len(REQUESTS) + kind
                 ids = [*tokens(20 + number, seed=number % 3), *tokens(3 + kind, seed=place)]
                 drawn = {"temperature": 1.0 + kind % 2, "seed": place} if number % 2 else {"temperature": 0.0}
                 if name in apart:
-                    handles[place] = session.submit(ids, **{"max_tokens": 18, **REQUESTS[name], **drawn})
+                    handles[place] = submitted(session, ids, {"max_tokens": 18, **REQUESTS[name], **drawn})
         done |= {place: handle.result_sync() for place, handle in handles.items()}
     found: dict[str, Any] = {str(place): list(one.token_ids) for place, one in done.items()}
     several = session.generate_sync(tokens(30, seed=99), n=3, temperature=1.0, seed=5, max_tokens=18, ignore_eos=True)
     found["forks"] = [list(one.token_ids) for one in several]
     fork = session.fork(done[2], at=3, seed=11)
     found["a fork of a text"] = list(fork.result_sync().token_ids)
+    kind = list(REQUESTS).index("reasoning, then a schema")
+    assert done[kind].reasoning and done[kind].parsed is not None, done[kind].text
+    for at in (2, 9):
+        found[f"a fork of reasoning at {at}"] = list(session.fork(handles[kind], at=at).result_sync().token_ids)
+        assert tuple(found[f"a fork of reasoning at {at}"]) == done[kind].token_ids[at:], at
     session.check_integrity()
     return found
 
