@@ -15,12 +15,18 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers import checkpoints
 from helpers.sessions import eventually, front_of
 from helpers.small import MODEL, OPTIONS, TINY, VOCAB, opening, plain, prompt
 from helpers.thorough import by_default
 from rekindle._src.capabilities.tuning.owner import TUNING
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.base import LoadedModel, graph_of
+from rekindle._src.models.differentiable import StoredMatrix, widened
+from rekindle._src.models.placement import random_model
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
@@ -153,6 +159,33 @@ async def test_preferences_move_the_margin(tmp_path: Path) -> None:
             await run
             assert run.history[0].loss == pytest.approx(begins, rel=1e-5), "the model is its own reference"
             assert run.history[-1].loss < 0.8 * begins
+
+
+@pytest.mark.parametrize("kind", by_default(["int4", "int8"], lambda kind: kind == "int4"))
+def test_a_quantised_base_is_trained_as_its_floats_are(kind: str, tmp_path: Path) -> None:
+    """The same losses come out for the stored integers as for the widened weights, and nothing but these is held."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = config_from_hf({**checkpoints.CASES["llama"], **sizes, "head_dim": 16})
+    model = random_model(config, seed=1, dtype="float32", quantize=kind)
+    leaves = dict(zip(model.graph.paths, model.leaves, strict=True))
+    graph, _ = graph_of(config, Precision.of("float32"))
+    floats = []
+    for path in graph.paths:
+        parts = (leaves.get(path.removesuffix("weight") + part) for part in ("scale", "minimum"))
+        stored = StoredMatrix(leaves[path], *(parts if path.endswith("weight") else (None, None)))
+        floats.append(widened(stored, "float32"))
+    wide = LoadedModel(config, graph, tuple(floats), f"{model.fingerprint} widened")
+    losses = []
+    for number, one in enumerate((model, wide)):
+        options: Any = {**OPTIONS, "precompile": "lazy", "cache_dir": str(tmp_path / str(number))}
+        with rekindle.open_sync(one, **options) as session:
+            run = session.tune(
+                "mine", [list(range(3, 40)), list(range(90, 110))], rank=2, steps=6, batch=2, learning_rate=1e-2
+            )
+            run.result_sync()
+            losses.append([step.loss for step in run.history])
+    assert losses[0][-1] < losses[0][0]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
 
 
 @pytest.mark.parametrize("variant", by_default(["dapo", "grpo", "dr_grpo"], lambda variant: variant == "dapo"))
