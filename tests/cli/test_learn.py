@@ -33,6 +33,21 @@ def test_a_page_is_copied_without_answers_and_with_its_pictures(
     assert not re.search(r"\]\(\.\./", target.read_text())
 
 
+def test_a_drawing_that_a_cell_shows_is_copied(tmp_path: Path) -> None:
+    learn.copied(learn.chosen("00", learn.installed()), tmp_path)
+    assert (tmp_path / "pictures" / "00_map.svg").is_file()
+
+
+def test_the_file_of_a_page_comes_with_it_and_keeps_what_a_reader_wrote(tmp_path: Path) -> None:
+    page = learn.chosen("27", learn.installed())
+    learn.copied(page, tmp_path)
+    assert (tmp_path / "engine.py").read_text() == (page.path.parent / "engine.py").read_text()
+    (tmp_path / page.path.name).unlink()
+    (tmp_path / "engine.py").write_text("mine")
+    learn.copied(page, tmp_path)
+    assert (tmp_path / "engine.py").read_text() == "mine"
+
+
 def test_a_copy_that_a_reader_wrote_in_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "05_prefix_cache.ipynb"
     target.write_text("mine")

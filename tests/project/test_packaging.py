@@ -63,6 +63,7 @@ def test_the_wheel_has_what_the_packages_have(checkout: Path, tmp_path: Path) ->
     assert packed - course == sources
     pages = {f"rekindle/course/{path.name}" for path in (checkout / "tutorials/course").glob("*.ipynb")}
     assert len(pages) >= 26 and {name for name in course if name.endswith(".ipynb")} == pages
+    assert {name for name in course if name.endswith(".py")} == {"rekindle/course/engine.py"}
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         assert not [name for name in pages if '"output_type"' in wheel.read(name).decode()]
         assert sum(wheel.getinfo(name).compress_size for name in course) < 400_000

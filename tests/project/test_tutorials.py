@@ -92,7 +92,7 @@ def hue(colour: str) -> str:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_its_outputs_have_the_colours_of_today(source: Path) -> None:
     """Views have their colours from one module, so that others show an output of an earlier version."""
-    sources = Path(style.__file__), FOLDER / "diagrams.py"
+    sources = Path(style.__file__), FOLDER / "drawing.py"
     known = {hue(one) for path in sources for one in COLOUR.findall(path.read_text())}
     saved = nbformat.read(build.built(source), as_version=4)
     outputs = [output.get("data", {}) for cell in saved.cells for output in cell.get("outputs", ())]

@@ -263,7 +263,12 @@ class CompileError(RekindleError):
 
 
 class OutOfMemory(RekindleError, MemoryError):
-    """The model or its pages do not fit into memory."""
+    """The model or its pages do not fit into memory. The message has the sizes.
+
+    What helps, in this order: fewer bits (`quantize="int8"` or `"int4"`, or a smaller GGUF file), a smaller
+    `device_memory` or `max_model_len`, pages of 8 bits (`kv_dtype="int8"`), fewer `max_requests`, and closing sessions
+    that are still open. On several devices, `mesh=` divides the weights.
+    """
 
 
 class StoreError(RekindleError):

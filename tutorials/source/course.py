@@ -29,6 +29,7 @@ import jupytext
 
 FOLDER = Path(__file__).resolve().parent
 INDEX = FOLDER.parent / "README.md"
+ENGINE = FOLDER.parent / "course" / "engine.py"
 HEAD = ("**Before:**", "**Afterwards you can**", "**Also called:**")
 LONGEST = 25  # minutes of a reader
 ENDS = ("## Takeaway", "## In production", "## Further reading")
@@ -36,12 +37,39 @@ PREDICTION = re.compile(r"\*\*Predict\.\*\*(.*?)<details><summary>Answer</summar
 FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")
 FIRST, LAST = "<!-- course -->", "<!-- end -->"
 
+ENGINE_HEAD = '''"""An inference engine in seven steps, each of which changes one decision of the step before.
+
+    python engine.py MODEL "Once upon a time"
+
+It is made of the cells of pages 27 and 28 of rekindle's course, which explain it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle.models import LoadedModel, ModelConfig, Tokenizer, load
+
+'''
+
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
     text: str
     code: bool
     solution: bool
+    engine: bool = False
 
     def assertions(self) -> list[tuple[str, str]]:
         """Each assertion of the cell: its message, or nothing, and its condition."""
@@ -68,6 +96,7 @@ class Page:
                     cell.source,
                     cell.cell_type == "code",
                     "solution" in cell.metadata.get("tags", ()),
+                    "engine" in cell.metadata.get("tags", ()),
                 )
                 for cell in cells
             ),
@@ -185,8 +214,15 @@ def index() -> str:
     return f"{before}{FIRST}\n\n{table()}\n\n{LAST}{rest.partition(LAST)[2]}"
 
 
+def engine() -> str:
+    """The file that the cells with the tag `engine` make."""
+    parts = [cell.text.rstrip() for page in pages() for cell in page.cells if cell.engine]
+    return ENGINE_HEAD + "\n\n\n".join([*parts, 'if __name__ == "__main__":\n    main()\n'])
+
+
 def write() -> None:
     INDEX.write_text(index())
+    ENGINE.write_text(engine())
 
 
 if __name__ == "__main__":

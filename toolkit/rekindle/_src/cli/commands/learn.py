@@ -29,8 +29,10 @@ FEATURES: Final = {
 }
 """Optional modules that a page needs without importing them, and the code that needs them."""
 
-OPTIONAL: Final = frozenset({"ray"})  # a page leaves out the part that needs it
+OPTIONAL: Final = frozenset({"ray", "torch", "transformers"})  # a page leaves out the part that needs it
 _PICTURE: Final = re.compile(r"\.\./source/pictures/([\w.-]+)")
+_DRAWING: Final = re.compile(r'"(\d\d_\w+\.svg)"')  # that a cell shows
+_FILE: Final = re.compile(r"\]\((\w+\.py)\)")
 _LINK: Final = re.compile(r"(?<!!)\[([^\[\]]*)\]\(\.\./((?:guide/|\.\./)[\w./#-]+)\)")
 
 
@@ -121,7 +123,7 @@ def chosen(name: str, pages: Iterable[CoursePage]) -> CoursePage:
 
 
 def copied(page: CoursePage, folder: Path) -> tuple[Path, bool]:
-    """Copy a page without outputs, and its pictures. True if it is new: a reader's copy is not replaced."""
+    """Copy a page without outputs, with its pictures and files. True if it is new: a reader's copy is not replaced."""
     target = folder / page.path.name
     if target.exists():
         return target, False
@@ -129,12 +131,15 @@ def copied(page: CoursePage, folder: Path) -> tuple[Path, bool]:
     notebook = json.loads(page.path.read_text(encoding="utf-8"))
     links = _links()
     for cell in notebook["cells"]:
-        if cell["cell_type"] == "code":
+        text, code = _text(cell), cell["cell_type"] == "code"
+        for picture in (_DRAWING if code else _PICTURE).findall(text):
+            shutil.copyfile(_pictures(page) / picture, folder / "pictures" / picture)
+        if code:
             cell.update(outputs=[], execution_count=None)
             continue
-        text = _text(cell)
-        for picture in _PICTURE.findall(text):
-            shutil.copyfile(_pictures(page) / picture, folder / "pictures" / picture)
+        for file in _FILE.findall(text):
+            if not (folder / file).exists():  # a reader changes it, too
+                shutil.copyfile(page.path.parent / file, folder / file)
         text = text.replace("../source/pictures/", "pictures/")
         cell["source"] = _LINK.sub(lambda match: _absolute(match, links), text)
     target.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
