@@ -20,7 +20,8 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import Programs, compiler_options
+from rekindle._src.programs.compiling import compiler_options
+from rekindle._src.programs.programs import Programs
 from rekindle_kernels import LinearOptions, deprecated, gpus, grouped_linear, int4, linear, tuning
 from rekindle_kernels.xla import linear as xla_linear
 
@@ -47,7 +48,7 @@ def step(
             max_tokens_per_step=256, host_memory=0, disk_memory=0,
         )  # fmt: skip
         own = Programs(config, graph, leaves, engine)
-        made = compilers.compiled(own.build(Bucket(16, 0)), "gpu", compiler_options())
+        made = compilers.compiled(own.compiler.build(Bucket(16, 0)), "gpu", compiler_options())
     return own, made, nbytes(leaves)
 
 
@@ -66,7 +67,7 @@ def test_a_step_is_one_graph_of_what_the_table_says(name: str, row: Row, monkeyp
     own, made, _ = step(name, None, "135m", monkeypatch)
     generation = gpus.generation(GPUS[name].capability)
     assert generation is not None
-    pages = nbytes(jax.tree.leaves(own.kv))
+    pages = nbytes(jax.tree.leaves(own.recipes.kv))
     temp = made.memory.temp_size_in_bytes / MIB
     kernels = ", ".join(f"{kernel.name} {kernel.registers}" for kernel in made.kernels.values())
     row(
@@ -76,7 +77,7 @@ def test_a_step_is_one_graph_of_what_the_table_says(name: str, row: Row, monkeyp
     assert ("xla.gpu.triton" in made.text) == generation.triton == bool(made.kernels)
     assert not sum(kernel.spilled for kernel in made.kernels.values())
     assert made.memory.alias_size_in_bytes >= pages, "pages are not updated in place"
-    assert not made.moves(pages // len(own.kv) // 2) and temp < 64, "pages are copied"
+    assert not made.moves(pages // len(own.recipes.kv) // 2) and temp < 64, "pages are copied"
     assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
 
 

@@ -19,7 +19,8 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.placement import placement_of
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import Programs, compiler_options
+from rekindle._src.programs.compiling import compiler_options
+from rekindle._src.programs.programs import Programs
 from rekindle_kernels import deprecated
 
 pytestmark = pytest.mark.accelerator
@@ -80,9 +81,9 @@ def test_devices_of_one_data_shard_exchange_sums_and_logits(case: Case, platform
     start = time.perf_counter()
     with compilers.target(platform), deprecated.known():
         own = programs(compilers.devices(platform, DEVICES), case)
-        made = compilers.compiled(own.build(case.bucket), platform, compiler_options())
+        made = compilers.compiled(own.compiler.build(case.bucket), platform, compiler_options())
     seconds = time.perf_counter() - start
-    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv)) // DEVICES
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.recipes.kv)) // DEVICES
     memory, moved = made.memory, made.moves(pages // LAYERS // 2)
     groups = {kind: made.groups(kind) for kind in COLLECTIVES}
     counts = {kind: len(found) for kind, found in groups.items() if found}

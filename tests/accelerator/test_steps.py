@@ -21,7 +21,8 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import host_pages
 from rekindle._src.programs.buckets import COPY, Bucket, Helper
-from rekindle._src.programs.programs import Programs, compiler_options
+from rekindle._src.programs.compiling import compiler_options
+from rekindle._src.programs.programs import Programs
 from rekindle_kernels import deprecated, tuning
 
 pytestmark = pytest.mark.accelerator
@@ -71,12 +72,12 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
     start = time.perf_counter()
     with compilers.target(platform), deprecated.known():
         own = programs(platform, step.shape, step.quantize)
-        made = compilers.compiled(own.build(step.bucket), platform, compiler_options())
+        made = compilers.compiled(own.compiler.build(step.bucket), platform, compiler_options())
     seconds = time.perf_counter() - start
-    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
-    layout = own.layout(step.bucket)
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.recipes.kv))
+    layout = own.recipes.layout(step.bucket)
     upload = 4 * (layout.ints + layout.floats)
-    memory, moved = made.memory, made.moves(pages // len(own.kv) // 2)
+    memory, moved = made.memory, made.moves(pages // len(own.recipes.kv) // 2)
     layer = made.between("write_kv" if platform == "gpu" else "paged_attention")
     row(
         platform, step.name, f"temp {memory.temp_size_in_bytes / MIB:.0f} MiB",
@@ -109,13 +110,13 @@ def test_a_t4_runs_a_step_without_triton_as_one_graph(row: Row, monkeypatch: pyt
             max_tokens_per_step=256, host_memory=0, disk_memory=0,
         )  # fmt: skip
         own = Programs(config, graph, leaves, engine)
-        made = compilers.compiled(own.build(Bucket(16, 0)), "gpu", compiler_options())
+        made = compilers.compiled(own.compiler.build(Bucket(16, 0)), "gpu", compiler_options())
     seconds = time.perf_counter() - start
-    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
+    pages = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.recipes.kv))
     temp = made.memory.temp_size_in_bytes / MIB
     row("T4", "135m decode", f"temp {temp:.0f} MiB", f"host starts {', '.join(made.host_steps)}", f"{seconds:.0f} s")
     assert made.memory.alias_size_in_bytes >= pages, "pages are not updated in place"
-    assert not made.moves(pages // len(own.kv) // 2)
+    assert not made.moves(pages // len(own.recipes.kv) // 2)
     assert temp < 64, "keys are copied"
     assert made.host_steps == ["kCommandBuffer"], "the host waits for the device within a step"
     assert "xla.gpu.triton" not in made.text
@@ -130,17 +131,17 @@ def test_pages_and_tables_move_in_few_kernels(
         own = programs.__wrapped__(platform, "8b", None)
         pages = {"tables": 0, "copy": COPY.pages}.get(name, own.moved_pages[0])
         key = Helper(name, pages)
-        made = compilers.compiled(own.build(key), platform, compiler_options())
-    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
-    moving, memory = kv // own.kv[0].pages.num_pages * pages, made.memory
+        made = compilers.compiled(own.compiler.build(key), platform, compiler_options())
+    kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.recipes.kv))
+    moving, memory = kv // own.recipes.kv[0].pages.num_pages * pages, made.memory
     kernels = sum(thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile") for thunk in made.thunks)
     row(
         platform, f"8b {key.name}", f"temp {memory.temp_size_in_bytes / MIB:.1f} MiB",
         f"moves {moving / MIB:.1f} MiB", f"{kernels} kernels" if made.thunks else "",
     )  # fmt: skip
-    assert not made.moves(kv // len(own.kv) // 2)
+    assert not made.moves(kv // len(own.recipes.kv) // 2)
     assert memory.temp_size_in_bytes <= 3 * moving + MIB
     if name in ("scatter", "copy"):
         assert memory.alias_size_in_bytes >= kv, "pages are not updated in place"
     if platform == "gpu":
-        assert kernels <= 4 * len(own.kv), "a kernel for each page and layer"
+        assert kernels <= 4 * len(own.recipes.kv), "a kernel for each page and layer"

@@ -47,7 +47,7 @@ def hold(owner, name):
 
     setattr(owner, name, held)
 
-hold(Programs, "compile")
+hold(ProgramCompiler, "compile")
 hold(LayeredPrograms, "make")
 sys.exit(main(sys.argv[1:]))
 """

@@ -186,7 +186,7 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     config, tier, rng = tiny_config(**SETUPS[setup]), DictTier(limit=40), np.random.default_rng(7)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
     warm(programs)
-    counts = programs.traces, programs.compilations
+    counts = programs.counts.traces, programs.counts.compilations
     engine = Turns(config, programs, tier)
     longest = config.max_model_len or 0
     stems = [rng.integers(3, VOCAB, length) for length in (20, 33, 55)]
@@ -200,7 +200,7 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
             engine.abort(requests[-int(rng.integers(1, min(len(requests), 8) + 1))])
         engine.turn()
     engine.scheduler.check_integrity()
-    assert (programs.traces, programs.compilations) == counts
+    assert (programs.counts.traces, programs.counts.compilations) == counts
     statistics, runner = engine.scheduler.statistics(), engine.runner.statistics()
     engine.runner.close()
 

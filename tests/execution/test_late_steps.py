@@ -45,8 +45,8 @@ def over_the_store() -> Runner:
 @pytest.fixture(scope="module", params=by_default([1, 2]), ids=["one program", "two programs"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     made = over_the_store()
-    made.programs.gated = made.programs.gated and request.param == 1
-    if request.param == 1 and not made.programs.gated:
+    made.programs.lattice.gated = made.programs.lattice.gated and request.param == 1
+    if request.param == 1 and not made.programs.lattice.gated:
         made.close()
         pytest.skip("numba is not installed: no program can wait")
     yield made
@@ -56,7 +56,7 @@ def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
 @pytest.fixture
 def one(runner: Runner) -> Runner:
     """A runner whose guided steps are one program."""
-    if not runner.programs.gated:
+    if not runner.programs.lattice.gated:
         pytest.skip("of steps that are one program")
     return runner
 
@@ -197,7 +197,7 @@ def test_an_error_of_reading_early_is_of_the_step_that_is_read(one: Runner, monk
 @pytest.mark.parametrize("end", by_default(["close", "reset", "recover"]))
 def test_nothing_waits_for_a_step_whose_masks_nobody_will_fill(end: str) -> None:
     runner = over_the_store()
-    if not runner.programs.gated:
+    if not runner.programs.lattice.gated:
         runner.close()
         pytest.skip("numba is not installed: no program can wait")
     driver, rows = two_rows(runner)

@@ -19,7 +19,7 @@ from rekindle import Sampling
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs import host_pages
-from rekindle._src.programs import programs as module
+from rekindle._src.programs import lattice as module
 from rekindle._src.programs.buckets import SCATTER, Helper
 from rekindle._src.programs.kv_layout import payload_layout
 
@@ -57,7 +57,7 @@ def test_pages_go_and_come_back_as_they_were(driver: Driver) -> None:
         for left, right in zip(one, other, strict=True):
             assert np.abs(left.astype(np.float32)).max() > 0
             np.testing.assert_array_equal(left, right)
-    assert {key.name for key in runner.programs.known if runner.programs.ready(key)} >= {"gather8", "scatter8"}
+    assert {key.name for key in runner.programs.ledger.entries if runner.programs.ready(key)} >= {"gather8", "scatter8"}
     assert runner.statistics().pages_out == runner.statistics().pages_in == 11
 
 
@@ -65,8 +65,8 @@ def test_a_gather_leaves_its_pages_in_pinned_memory(driver: Driver) -> None:
     calls = driver.runner._calls
     payload = calls.gather(np.arange(4, dtype=np.int32))
     assert {leaf.sharding.memory_kind for leaf in payload} == {host_pages.PINNED}
-    arrays = driver.runner.programs.parts.to_host(payload)
-    back = host_pages.begin_to_device(driver.runner.programs.parts, arrays)
+    arrays = driver.runner.programs.recipes.parts.to_host(payload)
+    back = host_pages.begin_to_device(driver.runner.programs.recipes.parts, arrays)
     assert {leaf.sharding.memory_kind for leaf in back} <= {None, "device"}
     for left, right in zip(arrays, back, strict=True):
         np.testing.assert_array_equal(left, np.asarray(right))
@@ -74,9 +74,9 @@ def test_a_gather_leaves_its_pages_in_pinned_memory(driver: Driver) -> None:
 
 def test_a_transfer_is_one_operand_for_each_array_of_a_layer(driver: Driver) -> None:
     programs = driver.runner.programs
-    arrays = len(payload_layout(programs.kv))
+    arrays = len(payload_layout(programs.recipes.kv))
     for pages in SIZES:
-        _, ids, payload = programs._recipes.recipe(Helper("scatter", pages)).arguments
+        _, ids, payload = programs.recipes.recipe(Helper("scatter", pages)).arguments
         assert ids.shape == (pages,)
         assert [leaf.shape[0] for leaf in payload] == [pages] * arrays
 
@@ -91,8 +91,8 @@ def test_a_payload_has_every_page_in_its_place() -> None:
 def test_on_a_cpu_pages_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     runner = Runner(MODEL, tiny_config(), host_tier=DictTier())
-    assert not runner.programs.pinned
-    payload = runner.programs._recipes.recipe(SCATTER).arguments[2]
+    assert not runner.programs.recipes.pinned
+    payload = runner.programs.recipes.recipe(SCATTER).arguments[2]
     assert len(payload) == SCATTER.pages, "a payload for each page, which XLA:CPU reads where it is"
     runner.close()
 

@@ -17,8 +17,8 @@ from rekindle import Sampling
 from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
+from rekindle._src.programs import lattice as module
 from rekindle._src.programs import packing
-from rekindle._src.programs import programs as module
 from rekindle._src.programs.buckets import GATHER, SCATTER, TABLES, Helper
 from rekindle._src.programs.programs import Programs
 

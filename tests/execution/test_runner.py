@@ -95,7 +95,7 @@ def test_the_largest_context_is_reached(driver: Driver) -> None:
 
 def test_nothing_is_traced_or_compiled_after_warm_up_whatever_the_options(driver: Driver, programs: Programs) -> None:
     driver.runner.warm()
-    before = programs.traces, programs.compilations
+    before = programs.counts.traces, programs.counts.compilations
     rng = np.random.default_rng(0)
     for _ in range(12):
         lives = []
@@ -116,7 +116,7 @@ def test_nothing_is_traced_or_compiled_after_warm_up_whatever_the_options(driver
     moves = (PageMove(1, b"a"), PageMove(2, b"b"))
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), offload=moves)))
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=moves)))
-    assert (programs.traces, programs.compilations) == before
+    assert (programs.counts.traces, programs.counts.compilations) == before
     assert set(driver.runner.statistics().programs) >= {"r2t0", "r4t0", "r2t32"}
 
 
@@ -275,7 +275,7 @@ def test_a_page_of_another_layout_is_lost_and_those_beside_it_are_restored(drive
     pages = [int(page) for page in live.pages[:2]]
     runner.fetch(runner.dispatch(StepPlan(0, (), (), offload=(PageMove(pages[0], b"good"),))))
     good = tier.get(b"good")
-    assert [(leaf.shape, leaf.dtype) for leaf in good] == payload_layout(runner.programs.kv)
+    assert [(leaf.shape, leaf.dtype) for leaf in good] == payload_layout(runner.programs.recipes.kv)
     for wrong in (
         tuple(leaf[..., :2] for leaf in good),
         tuple(leaf.astype(np.float16) for leaf in good),
@@ -370,10 +370,10 @@ def test_end_ids_that_no_vocabulary_has_are_ignored(driver: Driver) -> None:
 def test_swapped_weights_are_used_without_compiling(driver: Driver, programs: Programs) -> None:
     other, prompt = tiny_model(seed=9), prompt_of(70, 8)
     assert driver.solo(prompt, Sampling(max_tokens=5)).outputs == expected(prompt, 5)
-    before = programs.compilations
+    before = programs.counts.compilations
     driver.runner.swap_weights(other.leaves)
     assert driver.solo(prompt, Sampling(max_tokens=5)).outputs == expected(prompt, 5, other)
-    assert programs.compilations == before
+    assert programs.counts.compilations == before
     with pytest.raises(ConfigError, match="Open a new session"):
         driver.runner.swap_weights([leaf[:1] for leaf in other.leaves])
 
@@ -420,7 +420,7 @@ def test_uploads_are_not_shared_between_steps_in_flight(driver: Driver) -> None:
 
 def test_the_smallest_ready_program_serves_while_the_right_one_is_missing() -> None:
     fresh = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
-    (large,) = (bucket for bucket in fresh.lattice if bucket.name == "r4t32")
+    (large,) = (bucket for bucket in fresh.lattice.ahead if bucket.name == "r4t32")
     fresh.get(large)
     runner = Runner(MODEL, fresh.config, programs=fresh, prefer_ready=True)
     prompt = prompt_of(74, 6)

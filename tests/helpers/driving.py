@@ -129,7 +129,7 @@ class Driver:
     def __init__(self, runner: Runner, page_size: int = 8) -> None:
         self.runner, self.page_size = runner, page_size
         self.free_pages = list(range(1, runner.config.device_pages or 0))
-        windows = [plan for plan in runner.programs.sides if isinstance(plan, WindowPages)]
+        windows = [plan for plan in runner.programs.recipes.sides if isinstance(plan, WindowPages)]
         self.free_windows = list(range(1, windows[0].slots)) if windows else []
         self.free_slots = list(range(runner.config.max_requests))
         self.steps = 0
@@ -142,7 +142,7 @@ class Driver:
         pages = np.array([self.free_pages.pop(3 if len(self.free_pages) > 3 else 0) for _ in range(count)], np.int32)
         held = None
         if self.free_windows:
-            held = SequencePages(WindowPages.words, self.runner.programs.model.window, self.page_size)
+            held = SequencePages(WindowPages.words, self.runner.programs.recipes.model.window, self.page_size)
             held.pages = [self.free_windows.pop() for _ in range(count)]
         slot = self.free_slots.pop() if slot is None else slot
         request = Request(f"r{self.steps}-{slot}", np.array(prompt, np.int32), sampling, eos_ids=frozenset(ends))
@@ -167,7 +167,7 @@ class Driver:
         end = start + length
         sides = tuple(
             SlotPair(live.slot + 1, live.slot + 1) if live.held is None else live.held.run(start, end)
-            for _ in self.runner.programs.sides
+            for _ in self.runner.programs.recipes.sides
         )
         row = Row(
             request=live.request, epoch=live.epoch, slot=live.slot, start=start, length=length,

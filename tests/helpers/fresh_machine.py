@@ -59,7 +59,7 @@ def main(mode: str, folder: str) -> dict[str, Any]:
         wrong = sum(tokens != plain(asked, len(tokens)) for asked, tokens in answers)
         session.check_integrity()
         programs: Any = session._engine.runner.programs
-        foreseen = programs.kernels()
+        foreseen = programs.recipes.kernels()
         return {
             "at_first": at_first[0],
             "at_last": native(session),

@@ -97,8 +97,8 @@ def sums_of_a_step(folder: Path) -> None:
         placement = placement_of(checked_mesh(mesh), model.graph)
         config = resolve(EngineConfig(**OPTIONS), model.config, placement=placement)
         programs = Programs(model.config, model.graph, placement.shapes(model.leaves), config, placement=placement)
-        decode = next(bucket for bucket in programs.lattice if not bucket.tokens)
-        lowered = programs.build(decode)
+        decode = next(bucket for bucket in programs.lattice.ahead if not bucket.tokens)
+        lowered = programs.compiler.build(decode)
         text = lowered.as_text()
         layers = model.config.num_layers
         assert text.count("stablehlo.all_reduce") == 1 + (2 + more) * layers, name
@@ -106,7 +106,7 @@ def sums_of_a_step(folder: Path) -> None:
         assert placement.report(0).sums == 1 + (2 + more) * layers
         compiled = lowered.compile()
         assert not any(f" {kind}(" in compiled.as_text() for kind in ("all-to-all", "collective-permute")), name
-        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.kv))
+        whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(programs.recipes.kv))
         pages = whole // len(placement.devices)
         assert compiled.memory_analysis().alias_size_in_bytes >= pages, "pages are copied"
 

@@ -220,7 +220,7 @@ def test_a_python_without_lzma_says_why_kernels_are_not_used(
 
 def kernels_of_model() -> list[str]:
     request = OpenRequest(MODEL, EngineConfig(**OPTIONS))
-    return Programs.open(blueprint(request, source_of(request)).programs).kernels()
+    return Programs.open(blueprint(request, source_of(request)).programs).recipes.kernels()
 
 
 @pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")

@@ -14,16 +14,16 @@ import rekindle
 from helpers.driving import tiny_model
 from helpers.sessions import eventually, threads
 from rekindle._src.programs.buckets import Key
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.compiling import ProgramCompiler
 from rekindle.errors import CompileError
 
 
 @pytest.mark.anyio
 async def test_lesson_24_compile_errors_surface_at_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    def build(self: Programs, key: Key) -> Any:
+    def build(self: ProgramCompiler, key: Key) -> Any:
         raise ZeroDivisionError("a defect in the program")
 
-    monkeypatch.setattr(Programs, "build", build)
+    monkeypatch.setattr(ProgramCompiler, "build", build)
     before = threads()
     with pytest.raises(CompileError, match="a defect in the program"):
         await rekindle.open(

@@ -80,7 +80,7 @@ async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_opti
     want = plain(prompt(0, 5), 4)  # compiled before it counts
     async with opening(processors=[LEAST], host_memory=1 << 20) as session:
         warm = counts(session)
-        names = {bucket.name for bucket in engine_of(session).runner.programs.lattice}
+        names = {bucket.name for bucket in engine_of(session).runner.programs.lattice.ahead}
         with compiled_by_jax() as events:
             for _ in range(4):  # on a busy machine rows may end before a prompt meets them
                 await whole_lattice(session)

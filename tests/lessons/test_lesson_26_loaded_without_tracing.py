@@ -16,7 +16,7 @@ import pytest
 
 from helpers.counting import compiled_by_jax, counts
 from helpers.small import LEAST, opening, plain, prompt
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.compiling import ProgramCompiler
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -38,10 +38,10 @@ async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
         await first.generate(prompt(0, 5), max_tokens=2)
     plain(prompt(0, 9))
 
-    def build(self: Programs, key: object) -> None:
+    def build(self: ProgramCompiler, key: object) -> None:
         raise AssertionError(f"{key} was traced")
 
-    monkeypatch.setattr(Programs, "build", build)
+    monkeypatch.setattr(ProgramCompiler, "build", build)
     with compiled_by_jax() as events:
         async with opening(processors=[LEAST], max_requests=2, precompile=precompile) as session:
             for batch in range(10):

@@ -91,7 +91,7 @@ async def test_a_session_is_what_its_blueprint_says() -> None:
         assert session.config == expected.config
         assert runner.programs.shards.pages == expected.caches[0].slots
         assert runner.page_bytes >= expected.caches[0].slots * expected.caches[0].slot_bytes
-        assert {*Programs.open(expected.programs).known} == {*runner.programs.known}
+        assert {*Programs.open(expected.programs).ledger.entries} == {*runner.programs.ledger.entries}
 
 
 def test_every_option_in_a_programs_key_can_be_warmed() -> None:

@@ -123,19 +123,19 @@ def test_what_it_reads_inside_the_layers_arrives_with_its_row_alone(driver: Driv
 
 def test_other_operands_take_the_place_of_its_first_ones_without_compiling(driver: Driver) -> None:
     first = driver.solo(PROMPTS[1], Sampling(max_tokens=4, priority=2)).outputs
-    compiled = driver.runner.programs.compilations
+    compiled = driver.runner.programs.counts.compilations
     STEERING.operands = np.zeros_like(VECTORS)
     try:
         plain = driver.solo(PROMPTS[1], Sampling(max_tokens=4, priority=2)).outputs
     finally:
         STEERING.operands = VECTORS
     assert plain == plain_tokens(MODEL, PROMPTS[1], 4)[0] != first
-    assert driver.runner.programs.compilations == compiled
+    assert driver.runner.programs.counts.compilations == compiled
 
 
 def test_its_programs_are_a_variant_that_is_compiled_as_needed(driver: Driver) -> None:
     programs = driver.runner.programs
-    names = {key.name for key in programs.known}
+    names = {key.name for key in programs.ledger.entries}
     assert {
         "r2t0+steering",
         "r2t32+steering",

@@ -13,7 +13,8 @@ from helpers.driving import tiny_config, tiny_model
 from helpers.fakes import DictStore
 from helpers.thorough import by_default
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.programs import Form, Programs
+from rekindle._src.programs.ledger import Form
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import KEPT_THERE
 
 MODEL = tiny_model()
@@ -56,5 +57,5 @@ def test_what_came_from_that_cache_is_not_stored(parts: bool) -> None:
     _, fresh = made()
     assert fresh.kept
     again, cached = made()
-    assert again.traces and not cached.kept
+    assert again.counts.traces and not cached.kept
     assert parts or again.manifest()[0].why == KEPT_THERE

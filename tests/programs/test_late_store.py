@@ -15,7 +15,8 @@ from helpers.fakes import DictStore
 from helpers.thorough import by_default
 from rekindle._src.programs import store as program_store
 from rekindle._src.programs.buckets import ADMIT, Bucket
-from rekindle._src.programs.programs import Form, Programs
+from rekindle._src.programs.ledger import Form
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import LateStore
 
 MODEL = tiny_model()
@@ -102,7 +103,7 @@ def test_programs_write_late_while_they_are_made_of_parts(end: str, monkeypatch:
             programs.flush()
             del kept.kept["admit"]
     assert len(kept.kept) == 3
-    assert programs.compilations == 3 + (end == "whole")
+    assert programs.counts.compilations == 3 + (end == "whole")
 
 
 def test_nothing_is_written_while_more_programs_come(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,12 +26,13 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import ALONE, LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.programs import layered, warming
-from rekindle._src.programs import programs as programs_module
+from rekindle._src.programs import compiling, layered, warming
 from rekindle._src.programs.buckets import ADMIT, COPY, PLAIN_VARIANT, Bucket, ProgramVariant, StepSpan
+from rekindle._src.programs.compiling import ProgramCompiler
 from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
+from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.packing import Constants, Upload
-from rekindle._src.programs.programs import Form, Programs
+from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import LEAN, Recipes
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
 from rekindle._src.programs.user_functions import LogitsProcessor
@@ -77,7 +78,7 @@ def many_layers(monkeypatch: pytest.MonkeyPatch, peace: float = 60.0) -> None:
     monkeypatch.setattr(LateStore, "late", property(lambda self: False, lambda self, late: None), raising=False)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
     monkeypatch.setattr(layered, "ALIKE", 1)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    monkeypatch.setattr(Recipes, "kernels", lambda self: ["some"])
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
 
 
@@ -182,7 +183,7 @@ def test_pages_and_state_are_donated_and_all_options_apply() -> None:
     new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload, programs.features.operands(PLAIN_VARIANT))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, state.last_token)))
     assert [leaf.shape for leaf in jax.tree.leaves((new_kv, new_state))] == [
-        leaf.shape for leaf in jax.tree.leaves((programs.kv, programs.state))
+        leaf.shape for leaf in jax.tree.leaves((programs.recipes.kv, programs.recipes.state))
     ]
     assert output.rows.shape[0] == 2
     tokens, _ = written(MODEL, programs, processors=("sevens",))
@@ -190,7 +191,7 @@ def test_pages_and_state_are_donated_and_all_options_apply() -> None:
 
 
 def _upload(programs: Programs, key: Bucket) -> tuple[Any, Any]:
-    return programs._recipes.upload(programs.layout(key))
+    return programs.recipes.upload(programs.recipes.layout(key))
 
 
 @pytest.mark.thorough
@@ -199,18 +200,18 @@ def test_greedy_steps_need_a_small_part_of_what_comes_after_the_layers() -> None
     programs = programs_of(store=store)
     programs.get(DECODE)
     first = ["r2t0 parts greedy closing", "r2t0 parts layer 0", "r2t0 parts opening"]
-    assert sorted(store.kept) == first and programs.compilations == 3
+    assert sorted(store.kept) == first and programs.counts.compilations == 3
     written(MODEL, programs)
     assert "r2t0 parts closing" not in store.kept
     written(MODEL, programs, temperature=0.5)
     rest = {"r2t0 parts closing", "r2t32 parts closing"}
     assert rest <= {*store.kept}
-    before = programs.compilations
+    before = programs.counts.compilations
     programs.complete(DECODE)
-    assert programs.compilations == before
+    assert programs.counts.compilations == before
     again = programs_of(store=store)
     assert written(MODEL, again, temperature=0.5) == written(MODEL, programs, temperature=0.5)
-    assert (again.compilations, again.traces) == (0, 0)
+    assert (again.counts.compilations, again.counts.traces) == (0, 0)
 
 
 def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
@@ -220,7 +221,7 @@ def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
     programs = programs_of(store=store)
     assert not programs.load(DECODE)
     programs.get(DECODE)
-    assert programs.compilations == 1 and "r2t0 parts layer 0" in store.kept
+    assert programs.counts.compilations == 1 and "r2t0 parts layer 0" in store.kept
 
 
 @pytest.mark.thorough
@@ -246,7 +247,7 @@ def test_parts_go_through_a_folder(tmp_path: Path) -> None:
     assert isinstance(first.get(forward), LayeredForward)
     second = stored()
     assert written(MODEL, second) == tokens
-    assert second.load(forward) and second.compilations == 0
+    assert second.load(forward) and second.counts.compilations == 0
 
 
 def test_programs_of_one_size_share_their_layers() -> None:
@@ -262,7 +263,7 @@ def test_programs_of_one_size_share_their_layers() -> None:
     with ThreadPoolExecutor(3) as pool:
         step, forward, _ = pool.map(get, (decode, *size.halves))
     assert step._layers == forward._layers and step._opening is forward._opening
-    assert programs.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
+    assert programs.counts.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
 
 
 @pytest.mark.thorough
@@ -286,7 +287,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
     def results(programs: Programs) -> list[Any]:
         found = []
         for key in (forward, pooling):
-            upload = Upload(programs.layout(key))
+            upload = Upload(programs.recipes.layout(key))
             upload.pack(plan, constants)
             kv, state = programs.memory()
             given = state.last_token if key.span else state
@@ -348,7 +349,7 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     # A second process finds all of it.
     again = programs_of(store=store)
     warm(again, [PREFILL, decode])
-    assert again.compilations == 0
+    assert again.counts.compilations == 0
 
 
 def drawn_text(programs: Programs, length: int) -> Runner:
@@ -375,11 +376,11 @@ def test_a_first_message_waits_for_no_program(monkeypatch: pytest.MonkeyPatch) -
         going.expect(lambda: 1 / 0, drawn=True)  # type: ignore[arg-type, return-value]
         assert going._expecting is not None
         going._expecting.join(60)
-        compiled = programs.compilations
+        compiled = programs.counts.compilations
         runner = drawn_text(programs, 40)
         steps = {span.program for span in runner.program_wait.since(0.0)} - {"admit"}
         assert not steps, "a step waited for its program"
-        assert programs.compilations - compiled <= 1
+        assert programs.counts.compilations - compiled <= 1
     finally:
         going.stop(60)
 
@@ -427,7 +428,7 @@ def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: p
     runner = Runner(MODEL, programs.config, programs=programs)
     driver = Driver(runner)
     try:
-        assert made.wait(60) and programs.ready(PREFILL) and programs.soon(decode)
+        assert made.wait(60) and programs.ready(PREFILL) and programs.ledger.soon(decode)
         live = driver.add([5, 9, 7], Sampling(max_tokens=4))
         for _ in range(2):
             driver.step([(live, None)])
@@ -440,7 +441,7 @@ def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: p
         release.set()
         going.stop(60)
         runner.close()
-    assert not programs.soon(decode)
+    assert not programs.ledger.soon(decode)
     fitting = programs_of()
     runner = Runner(MODEL, fitting.config, programs=fitting)
     assert live.outputs == Driver(runner).solo([5, 9, 7], Sampling(max_tokens=3)).outputs
@@ -462,7 +463,6 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     store = DictStore()
     programs, going = begun(store)
     first = first_needed(programs, restoring=False)[:2]
-    assert programs.lattice == programs._lattice
     assert all(isinstance(programs.get(key), LayeredStep) for key in first)
     before = written(MODEL, programs)
     pause = threading.Event()
@@ -476,7 +476,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert {key.name for key in first} <= {*store.kept} and f"{first[0].name} parts layer 0" in store.kept
     # Another process has whole programs at once.
     programs, going = begun(store)
-    assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
+    assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.counts.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
     monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped, **options: None)
@@ -485,7 +485,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
         store.kept = parts | whole
         programs, going = begun(store)
         in_parts = [isinstance(programs.get(key), LayeredStep) for key in first]
-        assert in_parts == [True, not whole] and programs.compilations == 0
+        assert in_parts == [True, not whole] and programs.counts.compilations == 0
         going.stop(60)
 
 
@@ -504,7 +504,7 @@ def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.M
         assert going.in_peace
         going.stop(60)
         assert not going._thread.is_alive() and not {key.name for key in first} & {*store.kept}
-        seen.append((programs.traces, programs.compilations, len(store.kept)))
+        seen.append((programs.counts.traces, programs.counts.compilations, len(store.kept)))
     assert seen[0][1] > 0 and seen[1:] == [(0, 0, seen[0][2])] * 2
 
 
@@ -549,7 +549,7 @@ def test_the_program_that_decodes_waits_for_the_opening(monkeypatch: pytest.Monk
 
 @pytest.mark.thorough
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    monkeypatch.setattr(Recipes, "kernels", lambda self: ["some"])
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     first = first_needed(programs, restoring=False)[:2]
     assert not programs.quicker_in_parts(first)
@@ -557,7 +557,7 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
     assert not programs.quicker_in_parts(first), "three of a kind are worth it"
     monkeypatch.setattr(layered, "ALIKE", 2)
     assert programs.quicker_in_parts(first)
-    monkeypatch.setattr(Programs, "kernels", lambda self: [])
+    monkeypatch.setattr(Recipes, "kernels", lambda self: [])
     assert not programs.quicker_in_parts(first)
 
 
@@ -591,7 +591,7 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
     wanted: list[Any] = []
     of_parts: list[Any] = []
     compiled_with = layered.compiled_with
-    for module, seen in ((programs_module, wanted), (layered, of_parts)):
+    for module, seen in ((compiling, wanted), (layered, of_parts)):
 
         def recorded(lowered: Any, options: Any, seen: list[Any] = seen) -> Any:
             seen.append(options)
@@ -603,13 +603,13 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
     programs.get(PREFILL)
     programs.get(DECODE)
     made: list[str] = []
-    compile_one = Programs.compile
+    compile_one = ProgramCompiler.compile
 
-    def compiled(self: Programs, key: Any, traced: Any) -> Any:
+    def compiled(self: ProgramCompiler, key: Any, traced: Any) -> Any:
         made.append(key.name)
         return compile_one(self, key, traced)
 
-    monkeypatch.setattr(Programs, "compile", compiled)
+    monkeypatch.setattr(ProgramCompiler, "compile", compiled)
     programs.replace_parts()
     assert made == [COPY.name, DECODE.name, PREFILL.name], "a second request would wait for the first of them"
     assert len(of_parts) == 6 and all(options is LEAN for options in of_parts), "others would give other last bits"
@@ -619,18 +619,18 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
 
 
 def test_steps_have_a_moment_between_tracing_and_compiling_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs_module, "BREATH", 600.0)
+    monkeypatch.setattr(compiling, "BREATH", 600.0)
     programs = programs_of()
     programs.ledger.least = Form.PARTS
     programs.get(DECODE)
-    traced, stopped, build = threading.Event(), threading.Event(), Programs.build
+    traced, stopped, build = threading.Event(), threading.Event(), ProgramCompiler.build
 
-    def built(self: Programs, key: Any) -> Any:
+    def built(self: ProgramCompiler, key: Any) -> Any:
         lowered = build(self, key)
         traced.set()
         return lowered
 
-    monkeypatch.setattr(Programs, "build", built)
+    monkeypatch.setattr(ProgramCompiler, "build", built)
     began = time.perf_counter()
     replacing = threading.Thread(target=programs.replace_parts, args=[stopped.is_set])
     replacing.start()
@@ -647,10 +647,10 @@ def test_steps_have_a_moment_between_tracing_and_compiling_until_it_is_stopped(m
 
 @pytest.mark.thorough
 def test_a_replacement_that_somebody_waits_for_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    def paused(self: Programs, key: Any, stopped: Any) -> Any:
+    def paused(self: ProgramCompiler, key: Any, stopped: Any) -> Any:
         raise AssertionError("a pause")
 
-    monkeypatch.setattr(Programs, "_traced", paused)
+    monkeypatch.setattr(ProgramCompiler, "trace", paused)
     programs = programs_of()
     programs.ledger.least = Form.PARTS
     programs.get(DECODE)
@@ -664,10 +664,10 @@ def test_one_whose_successor_does_not_compile_goes_on(
     programs = programs_of()
     provisional = programs.get(DECODE)
 
-    def fail(self: Programs, key: Any, traced: Any) -> Any:
+    def fail(self: ProgramCompiler, key: Any, traced: Any) -> Any:
         raise CompileError("no")
 
-    monkeypatch.setattr(Programs, "compile", fail)
+    monkeypatch.setattr(ProgramCompiler, "compile", fail)
     with caplog.at_level(logging.WARNING, "rekindle.engine"):
         programs.replace_parts()
     assert "r2t0 goes on in parts: no" in caplog.text

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rekindle._src.programs.buckets import ADMIT, MEMORY, Bucket, Key
-from rekindle._src.programs.programs import Form, Ledger, ProgramRecord
+from rekindle._src.programs.ledger import Form, Ledger, ProgramRecord
 
 PREFILL, DECODE = Bucket(2, 32), Bucket(2, 0)
 

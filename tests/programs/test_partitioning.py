@@ -19,8 +19,8 @@ from rekindle._src.programs.store import config_fields
 MODEL = tiny_model()
 ALONE = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
 KINDS = (
-    ALONE.lattice[0],
-    ALONE.lattice[-1],
+    ALONE.lattice.ahead[0],
+    ALONE.lattice.ahead[-1],
     MEMORY,
     ADMIT,
     COPY,
@@ -41,10 +41,10 @@ def test_on_one_device_nothing_is_wrapped() -> None:
     def function() -> None: ...
 
     for key in KINDS:
-        recipe = ALONE._recipes.recipe(key)
+        recipe = ALONE.recipes.recipe(key)
         assert parts.wrap(recipe, function) is function
         assert parts.arguments(recipe) is recipe.arguments
-    assert parts.pages(ALONE.kv) is ALONE.kv
+    assert parts.pages(ALONE.recipes.kv) is ALONE.recipes.kv
     payload = (np.zeros((1, 2, 2, 4, 8, 16)),)
     assert parts.to_device(payload)[0] is payload[0]
     assert parts.to_host(payload)[0] is payload[0]
@@ -56,7 +56,7 @@ def test_the_option_is_in_no_key_of_one_device() -> None:
 
 def test_every_kind_of_program_says_how_all_of_its_operands_lie() -> None:
     for key in KINDS:
-        recipe = ALONE._recipes.recipe(key)
+        recipe = ALONE.recipes.recipe(key)
         assert len(recipe.operands) == len(recipe.arguments), key
         made = jax.eval_shape(recipe.function, *recipe.arguments)
         if isinstance(recipe.results, tuple):
@@ -70,7 +70,9 @@ def test_a_new_kind_of_program_is_wrapped_by_what_it_declares() -> None:
     def function(kv: object, mask: jax.Array) -> tuple[object, jax.Array]:
         return kv, mask + 1
 
-    recipe = Recipe(function, (ALONE.kv, jax.ShapeDtypeStruct((4,), jnp.int32)), (0,), (PAGES, WHOLE), (PAGES, WHOLE))
+    recipe = Recipe(
+        function, (ALONE.recipes.kv, jax.ShapeDtypeStruct((4,), jnp.int32)), (0,), (PAGES, WHOLE), (PAGES, WHOLE)
+    )
     kv, mask = parts.arguments(recipe)
     assert kv[0].pages.pages.sharding.spec == PartitionSpec(None, None, ("expert", "model"))
     assert mask.sharding.spec == PartitionSpec()
@@ -82,4 +84,4 @@ def test_a_new_kind_of_program_is_wrapped_by_what_it_declares() -> None:
 def test_a_mesh_of_the_caller_is_not_in_the_way() -> None:
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), placement=mesh_of_one())
     with jax.set_mesh(jax.make_mesh((1,), ("x",))):
-        assert programs.build(ADMIT).as_text()
+        assert programs.compiler.build(ADMIT).as_text()

@@ -67,7 +67,7 @@ def test_a_program_compiles_without_weights_and_only_once() -> None:
     first = programs.get(SMALL)
     assert programs.ready(SMALL)
     assert programs.get(SMALL) is first
-    assert (programs.traces, programs.compilations) == (1, 1)
+    assert (programs.counts.traces, programs.counts.compilations) == (1, 1)
 
 
 @pytest.mark.thorough
@@ -75,9 +75,9 @@ def test_steps_without_taps_are_the_programs_of_a_session_that_has_none(monkeypa
     programs = programs_of()
     monkeypatch.setattr("rekindle._src.programs.plan.tap_features", lambda *_, **__: ())
     untapped = programs_of()
-    assert len(programs.known) > len(untapped.known), "the patch took them away"
-    for size in (untapped.lattice[0], untapped.lattice[-1]):
-        assert programs.build(size).as_text() == untapped.build(size).as_text()
+    assert len(programs.ledger.entries) > len(untapped.ledger.entries), "the patch took them away"
+    for size in (untapped.lattice.ahead[0], untapped.lattice.ahead[-1]):
+        assert programs.compiler.build(size).as_text() == untapped.compiler.build(size).as_text()
 
 
 def test_threads_that_want_one_program_share_one_compilation() -> None:
@@ -91,7 +91,7 @@ def test_threads_that_want_one_program_share_one_compilation() -> None:
     with ThreadPoolExecutor(4) as pool:
         found = [future.result() for future in [pool.submit(get) for _ in range(4)]]
     assert len({id(each) for each in found}) == 1
-    assert programs.compilations == 1
+    assert programs.counts.compilations == 1
 
 
 def test_a_program_beyond_the_lattice_is_refused() -> None:
@@ -152,7 +152,7 @@ def test_what_the_store_has_is_neither_traced_nor_compiled() -> None:
     second = programs_of(store=store)
     warm(second, [ADMIT, SMALL], progress=lambda warmed: seen.append(warmed.program.name), workers=1)
     assert seen == ["admit", "r2t0"]
-    assert (second.traces, second.compilations) == (0, 0)
+    assert (second.counts.traces, second.counts.compilations) == (0, 0)
     assert [(record.name, record.origin, record.why) for record in first.manifest()] == [
         ("r2t0", "compiled", "not stored yet"),
         ("admit", "compiled", "not stored yet"),
@@ -181,7 +181,7 @@ def test_warming_in_the_background_gets_everything_and_can_be_stopped(store: Dic
     ready = len(programs.manifest())
     warm(programs)
     assert ready <= len(programs.manifest()) == len(programs.keys)
-    assert programs.compilations == 0
+    assert programs.counts.compilations == 0
 
 
 def test_all_programs_are_ready_when_the_session_is_open(store: DictStore) -> None:
@@ -190,7 +190,7 @@ def test_all_programs_are_ready_when_the_session_is_open(store: DictStore) -> No
     warming = Warming(programs, "all")
     warming.opened()
     assert len(programs.manifest()) == len(programs.keys)
-    assert programs.compilations == 1
+    assert programs.counts.compilations == 1
 
 
 @pytest.mark.thorough
@@ -209,14 +209,14 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
 ) -> None:
     programs = programs_of(store=store)
     Warming(programs, "lazy", restoring=restoring).stop(timeout=60)  # before the weights were read
-    decode = f"r{min(programs.lattice).rows}t0"
+    decode = f"r{min(programs.lattice.ahead).rows}t0"
     del store.kept[decode]
     again = programs_of(store=store)
     lazy = Warming(again, "lazy", restoring=restoring)
     lazy._thread.join()
     lazy.opened()
     assert {record.name for record in again.manifest()} == {"r2t32", *(FILLS if restoring else [])}
-    assert again.compilations == programs.compilations == 0
+    assert again.counts.compilations == programs.counts.compilations == 0
 
 
 @pytest.mark.thorough
@@ -225,7 +225,7 @@ def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_op
 ) -> None:
     monkeypatch.setattr(warming, "is_deep", lambda programs: True)
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["norm"])
+    monkeypatch.setattr(Recipes, "kernels", lambda self: ["norm"])
     store = DictStore()
     programs = programs_of(store=store)
     lazy = Warming(programs, "lazy")
@@ -237,7 +237,7 @@ def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_op
     lazy = Warming(again, "lazy")
     lazy._thread.join()
     lazy.opened()
-    assert again.compilations == 0
+    assert again.counts.compilations == 0
 
 
 @pytest.mark.parametrize("mode", by_default(["lazy", "background"]))
@@ -266,12 +266,12 @@ def test_a_session_that_restores_opens_with_the_programs_of_its_first_request(mo
     assert [key.name for key in ready] == names
     going.opened()
     going.stop(60)
-    assert programs.compilations == 0
+    assert programs.counts.compilations == 0
 
 
 def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding() -> None:
     programs = programs_of(store=DictStore())
-    decode = f"r{min(programs.lattice).rows}t0"
+    decode = f"r{min(programs.lattice.ahead).rows}t0"
     assert [key.name for key in needed_after_restart(programs)] == [*FILLS, "r2t32", decode]
     assert needed_after_restart(programs_of()) == [], "nothing outlives the process"
     bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0), store=DictStore())
@@ -347,17 +347,17 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
         return lambda self, key: Recipe(traced, (), (), (), WHOLE)
 
     monkeypatch.setattr(Recipes, "recipe", saying("The Pallas Triton backend is deprecated and will be removed"))
-    programs.build(MEMORY)
+    programs.compiler.build(MEMORY)
     monkeypatch.setattr(Recipes, "recipe", saying("something else is deprecated"))
     with pytest.raises(DeprecationWarning, match="something else"):
-        programs.build(MEMORY)
+        programs.compiler.build(MEMORY)
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
 def test_pages_are_copied_in_place_in_every_layer(kv_dtype: str) -> None:
     programs = Programs(CONFIG, GRAPH, LEAVES, tiny_config(kv_dtype=kv_dtype, page_size=16))
     program, draw = programs.get(COPY), np.random.default_rng(1)
-    leaves, tree = jax.tree.flatten(programs.kv)
+    leaves, tree = jax.tree.flatten(programs.recipes.kv)
     before = [(draw.random(leaf.shape) * 99).astype(leaf.dtype) for leaf in leaves]
     sources, ids = np.array([5, 5, 2, 0], np.int32), np.array([7, 9, 30, 0], np.int32)
     memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in before])

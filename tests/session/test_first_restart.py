@@ -17,7 +17,7 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import writer as cache_writer
 from rekindle._src.kvcache.tiers import restoring
 from rekindle._src.programs import layered, warming
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.recipes import Recipes
 
 SCRIPT = """
 import json, sys, time
@@ -84,7 +84,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
     monkeypatch.setattr(warming, "seconds_of_parts", lambda *_: 60.0)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
     monkeypatch.setattr(layered, "ALIKE", 1)
-    monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
+    monkeypatch.setattr(Recipes, "kernels", lambda self: ["some"])
     monkeypatch.setattr(cache_writer, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(cache_writer, "COLD_SECONDS", 0.0)
     looked: list[bool] = []

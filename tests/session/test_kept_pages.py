@@ -112,9 +112,9 @@ def test_the_gate_opens_when_the_program_is_ready_or_stored(tmp_path: Path, note
         tiers: Any = writer_of(session).tiers
         owner = tiers.fillable.__self__
         programs = owner.all
-        if not all(map(programs.stored, programs.fills)):
+        if not all(map(programs.stored, programs.lattice.fills)):
             assert not owner.fillable()
-        for key in programs.fills:
+        for key in programs.lattice.fills:
             programs.get(key)
         assert owner.fillable() and owner._fillable
 

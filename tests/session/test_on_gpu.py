@@ -77,4 +77,4 @@ def test_a_snapshot_and_stored_programs_serve_the_next_session(tmp_path: Path) -
         assert tiered.ask(session, 0) >= 64
         programs = session.programs()
         assert {program.origin for program in programs} == {"loaded"}
-        assert (programs.traces, programs.compilations) == (0, 0)
+        assert (programs.counts.traces, programs.counts.compilations) == (0, 0)

@@ -458,11 +458,11 @@ def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Ses
     others = [entry for entry in programs.features.entries if not entry.part.variant & taps]
     assert len(others) == len(programs.features.entries) - 4
     none = Programs(MODEL.config, MODEL.graph, MODEL.leaves, programs.config, features=Features(others, Guides()))
-    assert none.lattice == programs.lattice and not any(bucket.variants for bucket in none.lattice)
-    for bucket in (none.lattice[0], none.lattice[-1]):
+    assert none.lattice.ahead == programs.lattice.ahead and not any(bucket.variants for bucket in none.lattice.ahead)
+    for bucket in (none.lattice.ahead[0], none.lattice.ahead[-1]):
         texts = []
         for made in (programs, none):
-            recipe = made._recipes.recipe(bucket)
+            recipe = made.recipes.recipe(bucket)
             texts.append(jax.jit(recipe.function).lower(*recipe.arguments).as_text())
         assert texts[0] == texts[1]
 

@@ -162,7 +162,7 @@ async def measure(
             def is_selected(step: StepTiming) -> bool:
                 return step.program == program and measures(name, step)
 
-            (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)
+            (key,) = (bucket for bucket in runner.programs.lattice.ahead if bucket.name == program)
             parts = parts_of(runner.programs.get(key).as_text() or "")
             matches, plain, traced = [], [], []
             for turn in range(TURNS):  # alternating, so that other load on the machine affects both

@@ -72,7 +72,7 @@ def test_gates_and_norms_of_a_model_are_xlas_where_its_products_are(case: str) -
     def called(implementation: str | None) -> set[str]:
         precision = dataclasses.replace(Precision.of(jnp.float32, None), implementation=implementation)
         programs = Programs(config, *graph_of(config, precision), tiny_config(kernels="xla", structured=False))
-        lowered = str(programs.build(programs.lattice[0]).as_text())
+        lowered = str(programs.compiler.build(programs.lattice.ahead[0]).as_text())
         return set(re.findall(r"@rekindle_(\w+)", lowered)) - APART
 
     assert called(None)

@@ -94,7 +94,8 @@ def counted_now(shape: str) -> Counted:
     from helpers import compilers
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.programs.buckets import Bucket
-    from rekindle._src.programs.programs import Programs, compiler_options
+    from rekindle._src.programs.compiling import compiler_options
+    from rekindle._src.programs.programs import Programs
     from rekindle_kernels import deprecated
 
     totals, syncs = [], 0
@@ -106,7 +107,7 @@ def counted_now(shape: str) -> Counted:
                 max_tokens_per_step=512, host_memory=0, disk_memory=0,
             )  # fmt: skip
             programs = Programs(config, *abstract_model(config, "bfloat16", None), engine)
-            made = compilers.compiled(programs.build(Bucket(64, 0)), "gpu", compiler_options())
+            made = compilers.compiled(programs.compiler.build(Bucket(64, 0)), "gpu", compiler_options())
         totals.append(outside_branches(made.thunks))
         syncs = len(made.host_steps) - 1
     return Counted(totals[1] - totals[0], 2 * totals[0] - totals[1], syncs)

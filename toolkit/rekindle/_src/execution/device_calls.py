@@ -123,7 +123,7 @@ class DeviceCalls:
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
         self._reported = _ErrorReporter(self)
         slots = programs.config.max_requests
-        self.tables = SentTables(slots, programs.width) if programs.resident else None
+        self.tables = SentTables(slots, programs.recipes.width) if programs.recipes.resident else None
         self.kv, self.state = self._new()
 
     def program(self, key: Key) -> CompiledProgram:
@@ -218,15 +218,15 @@ class DeviceCalls:
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out as `gather` does; every process gets the whole pages."""
-        program = self.program(self._mover(COLLECT if self.programs.parts.multi_process else GATHER, ids))
+        program = self.program(self._mover(COLLECT if self.programs.recipes.parts.multi_process else GATHER, ids))
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
     def _reading(self, program: CompiledProgram, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
-            if self.programs.pinned and pinned:
-                payload = host_pages.begin_to_host(self.programs.parts, payload)
+            if self.programs.recipes.pinned and pinned:
+                payload = host_pages.begin_to_host(self.programs.recipes.parts, payload)
             elif self._copies:
                 for leaf in payload:
                     leaf.copy_to_host_async()
@@ -248,7 +248,7 @@ class DeviceCalls:
         """Fill the pages `ids` from one payload for all of them; its arrays are not written any more."""
         self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
-        self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.parts, payload))
+        self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.recipes.parts, payload))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
         """Copy the pages `sources` to the pages `ids`, as many for each shard as one call copies."""
@@ -266,9 +266,9 @@ class DeviceCalls:
         key = plan.fill
         program = self.program(key)
         payload: Any
-        if self.programs.pinned and plan.pinned:
+        if self.programs.recipes.pinned and plan.pinned:
             joined = host_pages.joined(entries, len(ids))
-            payload = host_pages.begin_to_device(self.programs.parts, joined)
+            payload = host_pages.begin_to_device(self.programs.recipes.parts, joined)
         else:
             each = list(entries.values())
             payload = (*each, *each[:1] * (key.pages - len(each)))  # padding goes to slot 0
@@ -416,7 +416,7 @@ class LateSteps:
     def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
         self._calls, self._shards = calls, programs.shards
         self._late = programs.features.late
-        self._width = self._late.operand_width(programs.model.vocab_size)
+        self._width = self._late.operand_width(programs.recipes.model.vocab_size)
         self._operands: dict[Bucket, list[IntArray]] = collections.defaultdict(list)
         self._gates: dict[Bucket, list[MaskGate]] = collections.defaultdict(list)
         self.seconds: float = 0.0  # wall time spent on operands, and on taking tokens

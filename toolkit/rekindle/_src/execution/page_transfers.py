@@ -48,10 +48,10 @@ class PageTransfers:
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
-        self._whole, self._shards = calls.programs.parts, calls.programs.shards
-        self._parts = PageParts.of(self._whole, calls.programs.kv)
-        self._sizes = calls.programs.moved_pages
-        self._fills = tuple(fill.pages for fill in reversed(calls.programs.fills))
+        self._whole, self._shards = calls.programs.recipes.parts, calls.programs.shards
+        self._parts = PageParts.of(self._whole, calls.programs.recipes.kv)
+        self._sizes = calls.programs.lattice.moved_pages
+        self._fills = tuple(fill.pages for fill in reversed(calls.programs.lattice.fills))
         self._layout = self._parts.layout
         self._restores = 0
         self._gather_is_stored: bool | None = None
@@ -89,7 +89,7 @@ class PageTransfers:
         A script that closes right after its first text would wait for that.
         """
         programs = self._calls.programs
-        if jax.default_backend() != "cpu" or programs.parts.divided or programs.parts.multi_process:
+        if jax.default_backend() != "cpu" or programs.recipes.parts.divided or programs.recipes.parts.multi_process:
             return False
         keys = [Helper(GATHER.kind, size) for size in self._sizes]
         if self._shards.count != 1 or all(map(programs.ready, keys)):
@@ -154,7 +154,7 @@ class PageTransfers:
 
     def _fill(self, batch: PageBatch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""
-        if self._calls.programs.pinned:
+        if self._calls.programs.recipes.pinned:
             doubled = {place: self._parts.to_scatter(page) for place, page in pages.items()}
             self._calls.scatter_pinned(batch.ids, host_pages.joined(doubled, len(batch.ids)))
         else:
@@ -189,7 +189,7 @@ class SideTransfers:
 
     def __init__(self, calls: DeviceCalls, plan: DevicePlan, store: PayloadStore | None) -> None:
         self._calls, self._plan, self._store = calls, plan, store
-        self._parts = calls.programs.parts
+        self._parts = calls.programs.recipes.parts
         self._layout = [((1, *leaf.shape), jax.numpy.dtype(leaf.dtype)) for leaf in plan.leaves]
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
@@ -259,7 +259,7 @@ class AllSideTransfers:
     """The transfers of all side caches of a session; each move names its side cache."""
 
     def __init__(self, calls: DeviceCalls, stores: Sequence[PayloadStore | None]) -> None:
-        plans = calls.programs.sides
+        plans = calls.programs.recipes.sides
         padded = [*stores, *[None] * (len(plans) - len(stores))]
         self._sides = tuple(SideTransfers(calls, plan, store) for plan, store in zip(plans, padded, strict=True))
 

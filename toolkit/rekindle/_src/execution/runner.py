@@ -215,24 +215,25 @@ class Runner:
         processes would have to take part. False where it is not done.
         """
         programs, calls = self.programs, self._calls
-        if jax.default_backend() != "cpu" or programs.parts.divided:
+        if jax.default_backend() != "cpu" or programs.recipes.parts.divided:
             return False
         for key in keys:
             if isinstance(key, Bucket):
                 calls.rows(calls.step(key, programs.get(key), self._padding_upload(key)))
             elif key.kind == SCATTER.kind:
-                page = tuple(np.zeros(shape, dtype) for shape, dtype in programs.parts.payload_layout(programs.kv))
+                leaves = programs.recipes.parts.payload_layout(programs.recipes.kv)
+                page = tuple(np.zeros(shape, dtype) for shape, dtype in leaves)
                 calls.scatter(np.zeros(key.pages, np.int32), [page])
         calls.wait(calls.memory)
         return True
 
     def _padding_upload(self, key: Bucket) -> Upload:
         """Pack a step in the slot and page of padding: a short prompt, or one token in a program without prompts."""
-        layout = self.programs.layout(key)
+        layout = self.programs.recipes.layout(key)
         upload = Upload(layout, sent=self._calls.tables)
         upload.pack(StepPlan(0, (), ()), self._constants)
         upload.any_flags = _PADDING_FLAGS
-        tokens = min(_REHEARSED, key.tokens, self.programs.page_size)
+        tokens = min(_REHEARSED, key.tokens, self.programs.recipes.page_size)
         parts = sections(layout, upload.ints)
         row = layout.rows if tokens else 0
         parts.varying[row] = self._constants.scratch, tokens or 1, 0, _PADDING_FLAGS
@@ -254,7 +255,7 @@ class Runner:
     def swap_weights(self, leaves: Sequence[Array]) -> None:
         """Use new weights from the next step on, without compiling; steps in flight end with the old ones."""
         for index, (path, old, new) in enumerate(
-            zip(self.programs.graph.paths, self.programs.leaves, leaves, strict=True)
+            zip(self.programs.recipes.graph.paths, self.programs.recipes.leaves, leaves, strict=True)
         ):
             if (old.shape, old.dtype) != (new.shape, new.dtype):
                 raise ConfigError(
@@ -335,8 +336,8 @@ class Runner:
             padding=self._counts["padding"],
             host_seconds=self._host_seconds,
             device_seconds=self._device_seconds,
-            traces=self.programs.traces,
-            compilations=self.programs.compilations,
+            traces=self.programs.counts.traces,
+            compilations=self.programs.counts.compilations,
             programs=dict(self._buckets),
             pages_out=self._counts["pages_out"],
             pages_in=self._counts["pages_in"],
@@ -360,7 +361,7 @@ class Runner:
         variants = self._features.variants(plan)
         lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
         best = bucket_for(lattice, max_requests, **size, variants=variants)
-        if self.prefer_ready or any(map(self.programs.soon, best.programs)):
+        if self.prefer_ready or any(map(self.programs.ledger.soon, best.programs)):
             in_parts, has_options = self.programs.ledger.provisional, self._features.has_options
             whole = in_parts and any(has_options(row.request) for row in plan.rows)
             if self._ready(best, whole=whole):
@@ -407,7 +408,7 @@ class Runner:
         """
         admissions: list[_Admission] = []
         refused: dict[str, Exception] = {}
-        size = self.programs.width * self.programs.page_size
+        size = self.programs.recipes.width * self.programs.recipes.page_size
         for row in plan.rows:
             request = row.request
             if row.draft or (request is self._owners[row.slot] and row.epoch == self._epochs[row.slot]):
@@ -448,7 +449,7 @@ class Runner:
         try:
             return self._uploads[bucket].popleft()
         except IndexError:
-            layout, shards = self.programs.layout(bucket), self._shards
+            layout, shards = self.programs.recipes.layout(bucket), self._shards
             return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:

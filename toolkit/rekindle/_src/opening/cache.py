@@ -96,7 +96,7 @@ class SessionCache:
             if tree is not None and drafter.most_tokens:
                 drafter.remember(known_texts(tree, drafter.most_tokens))
         ready = programs.restorable()  # a request for restored pages is likely to come at once
-        if runner.rehearse(ready) and isinstance(tree, PrefixCache) and {*runner.programs.fills} <= {*ready}:
+        if runner.rehearse(ready) and isinstance(tree, PrefixCache) and {*runner.programs.lattice.fills} <= {*ready}:
             promote(tree, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
 
     def _find_stored(self, programs: SessionPrograms) -> None:
@@ -215,7 +215,7 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         shard,
         max_prefill_rows=prefill_rows(shard.max_tokens_per_step, shard.max_requests),
         padded=padded,
-        edge=max((each.edge for each in programs.sides), default=1),
+        edge=max((each.edge for each in programs.recipes.sides), default=1),
         whole=model.is_bidirectional,
     )
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.

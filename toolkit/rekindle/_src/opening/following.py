@@ -102,7 +102,7 @@ def _agreed_plan(
 
 def _disk(plan: Blueprint, programs: Programs, fingerprint: str) -> DiskTier | None:
     """Return the disk tier for this process's parts of pages, or None."""
-    config, page_parts = plan.config, PageParts.of(programs.parts, programs.kv)
+    config, page_parts = plan.config, PageParts.of(programs.recipes.parts, programs.recipes.kv)
     if not (config.prefix_cache and config.disk_memory):
         return None
     leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in page_parts.layout]

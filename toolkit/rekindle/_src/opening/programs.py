@@ -44,7 +44,7 @@ class SessionPrograms:
             progress=shown.warmed if plan.precompile == "all" else None,  # otherwise opening does not wait for them
             contexts=given_back(contexts),  # memory that reading stored programs took
         )
-        shown.compiling = lambda: warming.describe_kernels() or programs.describe_compiling()
+        shown.compiling = lambda: warming.describe_kernels() or programs.counts.describe_compiling()
         return cls(programs, warming, contexts, background=plan.precompile == "background")
 
     def wait_for_kernels(self, show: Callable[[str], None]) -> None:
@@ -65,7 +65,7 @@ class SessionPrograms:
     def on_demand(self) -> StepPrograms | None:
         """Return programs as rows demand them; None where all devices have to run the same steps."""
         programs = self.all
-        if programs.shards.count > 1 or programs.parts.multi_process:
+        if programs.shards.count > 1 or programs.recipes.parts.multi_process:
             return None
         self._demand = Demand(programs, contexts=self._contexts)
         finish_at_exit(self._demand)
@@ -79,7 +79,7 @@ class SessionPrograms:
         """True if pages can be brought to the device without compiling."""
         if not self._fillable:
             programs = self.all
-            keys = [*programs.fills, *(side.fill for side in programs.sides)]
+            keys = [*programs.lattice.fills, *(side.fill for side in programs.recipes.sides)]
             if self._stored_fills is None:  # asked once: a shared cache may be far away
                 self._stored_fills = frozenset(key for key in keys if programs.ready(key) or programs.stored(key))
             self._fillable = all(programs.ready(key) or key in self._stored_fills for key in keys)

@@ -265,25 +265,25 @@ class CallCodec:
     """One side of a session's calls. Keeps the state that both sides share, so every message must pass it, in order."""
 
     def __init__(self, programs: Programs) -> None:
-        config = programs.config
-        self._programs, self._names = programs, {key.name.encode(): key for key in programs.known}
-        self._steps = StepCodec(config.max_requests, programs.width, programs.page_size, programs.features)
-        self._ints, self._floats = admission_sizes(programs.width * programs.page_size)
-        self._words = mask_words(programs.model.vocab_size)
-        self.parts = PageParts.of(programs.parts, programs.kv)
+        config, recipes = programs.config, programs.recipes
+        self._programs, self._names = programs, {key.name.encode(): key for key in programs.ledger.entries}
+        self._steps = StepCodec(config.max_requests, recipes.width, recipes.page_size, programs.features)
+        self._ints, self._floats = admission_sizes(recipes.width * recipes.page_size)
+        self._words = mask_words(recipes.model.vocab_size)
+        self.parts = PageParts.of(recipes.parts, recipes.kv)
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> bytes:
-        return _encode_name(key) + self._steps.encode(self._programs.layout(key), ints, floats)
+        return _encode_name(key) + self._steps.encode(self._programs.recipes.layout(key), ints, floats)
 
     def sampling(self, key: Bucket, ints: np.ndarray) -> np.ndarray:
         """Return the rows of a step that choose a token of their own."""
-        return sampling(self._programs.layout(key), ints)
+        return sampling(self._programs.recipes.layout(key), ints)
 
     def read_step(self, content: bytes) -> StepCall:
         key, rest = self._key(content)
         if key.span not in (StepSpan.ALL, StepSpan.FORWARD):
             raise ProcessLost(f"{key.name} begins no step")
-        return StepCall(key, *self._steps.decode(self._programs.layout(key), rest))
+        return StepCall(key, *self._steps.decode(self._programs.recipes.layout(key), rest))
 
     def choose(self, key: Bucket, masks: Mask) -> bytes:
         """Encode the masks of a step; rows that allow every token are left out."""
@@ -292,7 +292,7 @@ class CallCodec:
 
     def read_choose(self, content: bytes) -> tuple[Bucket, Mask]:
         key, rest = self._key(content)
-        sequences = self._programs.layout(key).sequences
+        sequences = self._programs.recipes.layout(key).sequences
         reader = MessageReader(rest)
         rows = reader.ints(sequences, sequences)
         masks = np.full((sequences, self._words), -1, np.int32)
@@ -347,7 +347,7 @@ class CallCodec:
 
     def encode_records(self, pages: Sequence[Page]) -> bytes:
         """Encode the records of pages that are written to disk."""
-        return encode({}, records_of(pages, self._programs.page_size))
+        return encode({}, records_of(pages, self._programs.recipes.page_size))
 
     def read_records(self, content: bytes) -> list[Page]:
         try:
@@ -373,7 +373,7 @@ class CallCodec:
         return digest, tuple(leaves)
 
     def _ids(self, reader: MessageReader) -> np.ndarray:
-        ids = reader.ints(FEW, paged.pages_of(self._programs.kv)[0].num_pages)
+        ids = reader.ints(FEW, paged.pages_of(self._programs.recipes.kv)[0].num_pages)
         if len(ids) != FEW:
             raise ProcessLost(f"{len(ids)} pages are named, {FEW} belong to a transfer")
         return ids

@@ -141,7 +141,7 @@ class StepPrograms:
         self.ahead = background
         self._for_drafts = [
             bucket
-            for bucket in (programs.lattice if background else ())
+            for bucket in (programs.lattice.ahead if background else ())
             if ProgramVariant.DRAFTS in bucket.variants and not bucket.tokens
         ]
         self._most = programs.config.max_requests

@@ -142,7 +142,7 @@ class Recipes:
         most, features = self.config.max_requests, self.features
         return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident, features=features)
 
-    @property
+    @functools.cached_property
     def page_size(self) -> int:
         return self._pages.page_size
 

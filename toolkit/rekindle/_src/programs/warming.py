@@ -17,7 +17,8 @@ from typing import Protocol
 from rekindle._src.core.activity import in_notebook
 from rekindle._src.core.priority import give_way, handing_over
 from rekindle._src.programs.buckets import SCATTER, Bucket, Key
-from rekindle._src.programs.programs import Form, ProgramRecord, Programs
+from rekindle._src.programs.ledger import Form, ProgramRecord
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, InvalidRequest
 from rekindle_kernels import build_kernels
 
@@ -71,11 +72,11 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
 def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     """Return the programs that a new session needs first, in order: for restored pages, a short prompt, decoding."""
-    plain = sorted(bucket for bucket in programs.lattice if not bucket.variants)
+    plain = sorted(bucket for bucket in programs.lattice.ahead if not bucket.variants)
     decode = next(bucket for bucket in plain if not bucket.tokens)
     mixed = [bucket for bucket in plain if bucket.tokens]
     prefill = [bucket for bucket in mixed if bucket.rows == mixed[0].rows]
-    return [*(programs.fills if restoring else ()), *prefill[:1], decode, *prefill[1:]]
+    return [*(programs.lattice.fills if restoring else ()), *prefill[:1], decode, *prefill[1:]]
 
 
 def needed_after_restart(programs: Programs) -> list[Key]:
@@ -88,14 +89,14 @@ def needed_after_restart(programs: Programs) -> list[Key]:
         return []
     first = first_needed(programs, restoring=True)
     buckets = [key for key in first if isinstance(key, Bucket)]
-    page = programs.page_size
+    page = programs.recipes.page_size
     enough = next((bucket.tokens for bucket in buckets if bucket.tokens >= page), programs.config.max_tokens_per_step)
     return [key for key in first if not isinstance(key, Bucket) or key.tokens <= enough]
 
 
 def is_deep(programs: Programs) -> bool:
     """True if whole programs take longer to compile than a first text should wait: more than two seconds."""
-    return programs.model.num_layers >= 12
+    return programs.recipes.model.num_layers >= 12
 
 
 def seconds_of_parts(programs: Programs, precompile: str) -> float:
@@ -220,21 +221,22 @@ class Warming:
         self._opening = threading.Event()  # set once the opening waits for the awaited programs only
         self.flush = programs.flush
         self._error: BaseException | None = None
-        self._kernels = build_kernels(programs.kernels())
-        bounded = precompile != "all" and not programs.parts.multi_process  # several processes have to compute alike
+        self._kernels = build_kernels(programs.recipes.kernels())
+        together = programs.recipes.parts.multi_process  # several processes have to compute alike
+        bounded = precompile != "all" and not together
         self._longest = KERNEL_SECONDS if bounded else math.inf
         self._first = first_needed(programs, restoring=restoring)
-        fills = len(programs.fills) * restoring
+        fills = len(programs.lattice.fills) * restoring
         self._prefill_and_decode = self._first[: fills + 2]
         self._in_parts = False
-        if precompile != "all" and not programs.config.deterministic and not programs.parts.multi_process:
+        if precompile != "all" and not programs.config.deterministic and not together:
             self._in_parts = programs.quicker_in_parts(self._first[fills : fills + 2])
         if self._in_parts:
             programs.settle_for(Form.PARTS)
         self.in_peace = self._in_parts  # parts serve, and only programs in demand are compiled
         self._awaited = self._prefill_and_decode if restoring and not self._in_parts else []
         # A deep model's programs are compiled while weights are read: a first text would wait for them for seconds.
-        self._is_deep = is_deep(programs) and bool(programs.kernels())
+        self._is_deep = is_deep(programs) and bool(programs.recipes.kernels())
         self._thread = threading.Thread(target=self._work, name="rekindle warming", daemon=False)
         finish_at_exit(self)
         self._thread.start()
@@ -314,7 +316,7 @@ class Warming:
                 # The other core serves.
                 self._warm([*self._first, *others], workers=1, before_each=self._give_way)
         # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
-        self._load(self._programs.guided_keys, all_of_them=True)
+        self._load(self._programs.lattice.guided_keys, all_of_them=True)
 
     @property
     def waits_for_kernels(self) -> bool:

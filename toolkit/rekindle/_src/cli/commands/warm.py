@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = blueprint(request, source_of(request))
     programs = Programs.open(plan.programs)
     start = time.perf_counter()
-    kernels = build_kernels(programs.kernels())
+    kernels = build_kernels(programs.recipes.kernels())
     if kernels is not None:
         kernels.wait()
     warm(programs, progress=None if arguments.json or config.quiet else _show)
