@@ -105,9 +105,12 @@ def _scale(scores: NDArray[np.float32]) -> float:
     return max(float(np.abs(scores).max(initial=0.0)), 1e-12)
 
 
-_SHADES = (
-    '<span aria-hidden="true" style="display:inline-block;width:96px;height:.7em;border-radius:2px;'
-    f'background:linear-gradient(90deg,{style.ORANGE},transparent,{style.BLUE})"></span>'
+_SHADES = "".join(
+    f'<span aria-hidden="true" style="display:inline-block;width:14px;height:.8em;background:{shade}"></span>'
+    for shade in (
+        *(style.shade(style.ORANGE, share) for share in (1.0, 0.67, 0.33)),
+        *(style.shade(style.BLUE, share) for share in (0.33, 0.67, 1.0)),
+    )
 )
 
 
