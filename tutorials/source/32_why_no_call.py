@@ -7,6 +7,8 @@
 #
 # **Also called:** tool call = function calling; the call's form = tool syntax, tool parser, here `reply_format`; forced call = `tool_choice="required"`.
 #
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
+#
 # ![The model writes a call, your code runs it, its result becomes a message, and again](../source/pictures/21_agent.svg)
 #
 # A call passes four doors: the chat template shows the tool, the model writes something, the text is read as a call, and the call names a
@@ -231,6 +233,10 @@ assert sum(result.startswith("rain in") for result in results) == 8, "each of th
 # looks like a call, or none lost.
 
 
+# %% tags=["yours"]
+# Your answer.
+
+
 # %% jupyter={"source_hidden": true} tags=["solution"]
 async def why(session: rekindle.Session, question: str, **options) -> str:
     try:
@@ -254,6 +260,11 @@ assert said[3].startswith("door 3"), "one that is malformed"
 assert said[4] == "called weather", "and one that arrived"
 
 # %% [markdown]
+# ## Takeaway
+#
+# A call passes four doors: the prompt shows the tool, the model writes a call, its text is read as one, and its arguments fit. Look at the rendered
+# prompt first, then at the text that the model wrote. Only the second door is the model itself, and a grammar can hold it open.
+#
 # ## In production
 #
 # Servers choose a parser by an option (`--tool-call-parser` in vLLM and SGLang), and a wrong one loses calls without a word; checkpoints begin to carry their syntax as a `response_template`. Evaluations of agents log raw texts, so that
