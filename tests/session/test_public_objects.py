@@ -103,6 +103,12 @@ SESSION: dict[str, Recipe] = {
     "gradients": lambda session, path: session.gradients(
         "Once upon", of=rekindle.logprob(0), at={"residual": [0]}
     ).result_sync(),
+    "decide": lambda session, path: [
+        awaited(session.decide(EVIL, {EVIL: (EVIL, bool), "which": {EVIL.strip(): EVIL, "other": ""}})),
+        awaited(session.decide([EVIL, "two"], {EVIL: bool})),
+    ],
+    "calibrate": lambda session, path: awaited(session.calibrate([EVIL, "two"], {EVIL: bool}, {EVIL: [True, False]})),
+    "rerank": lambda session, path: awaited(session.rerank(EVIL, [EVIL, "two"])),
     "tune": lambda session, path: tuned(session),
     "attribute": lambda session, path: session.attribute(
         "Once upon", of=rekindle.logprob(0), method="gradient_x_input", at={"mlp": [0]}
