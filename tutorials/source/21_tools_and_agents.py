@@ -7,7 +7,7 @@
 #
 # **Also called:** tool call = function calling; an agent = this loop; the call's form = tool syntax (`<tool_call>…`), here a stop string; tool result = a message of the role `tool`.
 #
-# **Takes:** about 15 minutes, with the embedded model.
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
 #
 # ![The model writes a call, your code runs it, its result becomes a message, and again](../source/pictures/21_agent.svg)
 #
@@ -160,6 +160,54 @@ calls = await session.generate(
 for done in calls:
     print(done.text, "→", {"weather": weather, "clock": clock}[done.parsed.function](done.parsed.days))
 assert sum(isinstance(done.parsed, Call) for done in calls) == 4, "each call can be run"
+
+# %% [markdown]
+# ## A model that calls by itself
+#
+# SmolLM2-135M-Instruct, whose file page 18 fetches, was not trained to call functions, and its template mentions none. Our template does: it lists the functions and shows the form of a call. Left alone the model still
+# answers in words that it makes up. `tool_choice="required"` adds the grammar, so that its first turn is a call; then `chat` runs the function, and the model answers with the result.
+
+# %% tags=["real"]
+import os
+from pathlib import Path
+
+fetched = (Path.home() / ".cache" / "rekindle-course").glob("*/*.gguf")
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+TEMPLATE = """{%- if tools %}<|im_start|>system
+You can call functions. A call is written as
+<tool_call>
+{"name": "NAME", "arguments": {"ARGUMENT": "VALUE"}}
+</tool_call>
+These are the functions:
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{% if message.tool_calls %}{% for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% else %}{{ message.content }}{% endif %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def city_weather(city: str) -> str:
+    """The weather in a city today."""
+    return f"It rains in {city}, 12 degrees."
+
+
+if smollm2:
+    question = [{"role": "user", "content": "What is the weather in Paris?"}]
+    form = {"tools": [city_weather], "template": TEMPLATE, "temperature": 0, "max_tokens": 80, "run_tools": True}
+    async with rekindle.open(smollm2, max_requests=1, max_model_len=1024, precompile="lazy", quiet=True) as larger:
+        made_up = await larger.chat(question, **form)
+        run = await larger.chat(question, tool_choice="required", **form)
+    print("alone:   ", made_up.text[:100])
+    for message in run.messages[1:]:
+        calls = [call["function"] for call in message.get("tool_calls") or ()]
+        print(f"{message['role'] + ':':10}", calls[:1] or message["content"])
+    called = [call["function"]["arguments"] for message in run.messages for call in message.get("tool_calls") or ()]
+    assert {"city": "Paris"} in called, "the model filled in the argument"
+    assert "12 degrees" in run.text, "and its answer has the function's result"
 
 # %% [markdown]
 # ## What goes wrong
