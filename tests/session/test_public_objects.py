@@ -332,10 +332,11 @@ def test_the_walk_finds_what_is_inside(session: Session, folder: Path) -> None:
     found = {type(thing).__name__ for recipe in SESSION.values() for thing in parts(recipe(session, folder))}
     found |= {type(thing).__name__ for recipe in CACHE.values() for thing in parts(recipe(session, folder))}
     assert found >= {
-        "Batch", "CacheStatistics", "CacheStats", "CacheView", "Completion", "EngineConfig", "Explanation", "Handle",
+        "Batch", "CacheStatistics", "CacheStats", "CacheTree", "CacheView", "Completion", "Explanation", "Handle",
         "HostStatistics", "NodeView", "Once", "PausedSession", "PrefixExplanation", "ProgramRecord", "RowReport",
-        "RunnerStatistics", "Sampling", "SaveReport", "SchedulerStatistics", "SessionStats", "SnapshotInfo",
-        "Snapshots", "StepReport", "Stream", "TextDelta", "Timings", "TokenLogprobs", "Tokenizer", "CacheTree", "Usage",
+        "ResolvedConfig", "RunnerStatistics", "Sampling", "SaveReport", "SchedulerStatistics", "SessionStats",
+        "SnapshotInfo", "Snapshots", "StepReport", "Stream", "TextDelta", "Timings", "TokenLogprobs", "Tokenizer",
+        "Usage",
     }  # fmt: skip
 
 

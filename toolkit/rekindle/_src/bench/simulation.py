@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Unpack
 import anyio
 import numpy as np
 
-from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.config import OpenOptions, ResolvedConfig
 from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.records import IntArray, Request, ResumeState, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
@@ -112,10 +112,8 @@ class SimulatedReplica:
     """One replica: an engine, and the times of the steps on its device."""
 
     def __init__(
-        self, name: str, config: EngineConfig, cost: StepCost, role: Role = "both", spread: Sequence[float] = ()
+        self, name: str, config: ResolvedConfig, cost: StepCost, role: Role = "both", spread: Sequence[float] = ()
     ) -> None:
-        assert config.page_size is not None, "the config is not resolved"
-        assert config.device_pages is not None, "the config is not resolved"
         self.name, self._cost, self.role = name, cost, role
         self._spread, self._draw = spread or (1.0,), random.Random(name)
         limits = Limits.of(config, max_prefill_rows=_PREFILL_ROWS, padded=False)
@@ -217,7 +215,7 @@ class Watch:
 
 def simulate(
     asks: Sequence[SimulatedRequest],
-    config: EngineConfig,
+    config: ResolvedConfig,
     cost: StepCost,
     *,
     replicas: int | None = None,
@@ -617,7 +615,6 @@ async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:
 
 def _longest(session: Session) -> int:
     longest = session.config.max_model_len
-    assert longest is not None, "an open session has resolved it"
     return min(1024, longest)
 
 

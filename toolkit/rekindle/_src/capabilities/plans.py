@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from rekindle._src.capabilities.additions import NO_ADDITIONS, CheckedAdditions
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, ResolvedConfig
 from rekindle._src.dispatch.backend import NO_SERVICES, Services
 from rekindle._src.kvcache.page_data import PageData
 from rekindle._src.models.base import LoadedModel
@@ -30,7 +30,7 @@ class SessionPlan(NamedTuple):
     """The plan of a session, as far as the owners of capabilities are opened from it."""
 
     name: str  # of the model
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     programs: ProgramPlan
     precompile: str  # "all", "background" or "lazy"
     show: Callable[[str], None]  # shows the stage of the opening
@@ -92,7 +92,7 @@ class CapabilityPlan(ProgramAddition):
     def check(self, programs: ProgramPlan) -> None:
         """Raise ConfigError for arguments of `open` that don't fit the model."""
 
-    def page_data(self, config: EngineConfig, root_key: bytes) -> PageData | None:
+    def page_data(self, config: ResolvedConfig, root_key: bytes) -> PageData | None:
         """Return the data that it keeps for pages, which are named from `root_key` on; None if it keeps none."""
         return None
 

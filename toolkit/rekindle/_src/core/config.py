@@ -255,6 +255,31 @@ class EngineConfig(Record):
         return cache_folder(self.cache_dir)
 
 
+class ResolvedConfig(EngineConfig):
+    """The options that a session runs with: each size that may be left open is decided. See `opening.resolve`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+        max_model_len: int
+        page_size: int
+        device_pages: int
+        device_memory: int
+
+    @classmethod
+    def with_sizes(
+        cls, config: EngineConfig, *, max_model_len: int, page_size: int, device_pages: int, device_memory: int
+    ) -> ResolvedConfig:
+        """Return a config with these sizes."""
+        values: dict[str, Any] = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+        values |= {"max_model_len": max_model_len, "page_size": page_size}
+        values |= {"device_pages": device_pages, "device_memory": device_memory}
+        return cls(**values)
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(type(self).__name__, EngineConfig.__name__, 1)  # as users write it
+
+
 def cache_folder(cache_dir: str | None = None) -> Path:
     """Return the folder of programs, pages, snapshots and weights: `cache_dir`, $REKINDLE_CACHE or the user's cache."""
     if cache_dir is not None:

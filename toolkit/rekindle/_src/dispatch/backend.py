@@ -16,7 +16,7 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
@@ -229,7 +229,7 @@ class Front(NamedTuple):
     backend: Backend
     tokenizer: TokenizerLike
     detokenizer: Callable[[Sampling, frozenset[str]], DetokenizerLike]  # the second: special tokens with a text
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import HIDDEN_KEPT, DraftTask, PageRun
 from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, DraftShaping, TargetCalls
 from rekindle._src.drafts.checkpoint import DraftCheckpoint, DraftShapes, Target, refuse
@@ -115,7 +115,7 @@ class AssistantPrograms(DraftPrograms):
     def __init__(self, shapes: DraftShapes) -> None:
         self.shapes = shapes
 
-    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+    def calls(self, config: ResolvedConfig, target: Recipes) -> DraftCalls:
         return AssistantCalls(config, target, self.shapes)
 
     def facts(self) -> dict[str, object]:

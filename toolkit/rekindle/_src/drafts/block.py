@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, DraftShaping
 from rekindle._src.drafts.checkpoint import DraftCheckpoint, DraftShapes, Target, refuse
 from rekindle._src.drafts.entries import (
@@ -85,7 +85,7 @@ class BlockPrograms(EntryPrograms):
     def features(self) -> tuple[Feature, ...]:
         return (Feature(BlockRows(), BlockEntries(self.shapes)),)
 
-    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+    def calls(self, config: ResolvedConfig, target: Recipes) -> DraftCalls:
         return BlockCalls(config, target, self.shapes, self.spec)
 
 

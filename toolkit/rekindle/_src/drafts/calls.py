@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import DraftTask, IntArray
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Helper
@@ -217,7 +217,7 @@ class RowCalls(abc.ABC):
     """The programs that draft, one for each number of rows."""
 
     name: ClassVar[str]  # what the programs' names begin with
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
 
     @functools.cached_property
     def drafts(self) -> dict[int, Helper]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import HIDDEN_KEPT, EntryLag, IntArray
 from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, DraftShaping, prompt_lengths
 from rekindle._src.drafts.checkpoint import Target
@@ -99,7 +99,7 @@ class HeadPrograms(EntryPrograms):
     def features(self) -> tuple[Feature, ...]:
         return (Feature(HeadRows(), HeadEntries(self.shapes)),)
 
-    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+    def calls(self, config: ResolvedConfig, target: Recipes) -> DraftCalls:
         return HeadCalls(config, target, self.shapes)
 
 

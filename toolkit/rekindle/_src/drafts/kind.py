@@ -10,7 +10,7 @@ import abc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.programs.drafting import NO_DRAFTS, DraftPrograms
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.sequence import Limits
@@ -43,7 +43,7 @@ class DraftKind(abc.ABC):
     def drafter(self, limits: Limits) -> Drafter:
         """Return its rule on the host."""
 
-    def page_bytes(self, config: EngineConfig) -> int:
+    def page_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes that it adds to each page of the session. The config is resolved."""
         return 0
 

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import DraftTask, IntArray, Row
 from rekindle._src.drafts.calls import DRAFTS, DraftChoice, DraftLayout, RowCalls
 from rekindle._src.drafts.checkpoint import DraftCheckpoint, DraftShapes, Target, refuse
@@ -84,8 +84,7 @@ class ModelKind(DraftKind):
     def drafter(self, limits: Limits) -> Drafter:
         return ModelDrafter(limits.page_size, self.checkpoint.config.max_position_embeddings)
 
-    def page_bytes(self, config: EngineConfig) -> int:
-        assert config.page_size is not None, "resolved"
+    def page_bytes(self, config: ResolvedConfig) -> int:
         return paged.page_bytes(self.checkpoint.config, config.page_size, config.kv_dtype)
 
     def check(self, tokenizer: Any) -> None:
@@ -102,7 +101,7 @@ class ModelPrograms(DraftPrograms):
     def __init__(self, shapes: DraftShapes) -> None:
         self.shapes = shapes
 
-    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+    def calls(self, config: ResolvedConfig, target: Recipes) -> DraftCalls:
         return ModelCalls(config, self.shapes, target.model.vocab_size)
 
     def facts(self) -> dict[str, object]:
@@ -269,16 +268,12 @@ class ModelCalls(RowCalls):
     @functools.cached_property
     def kv(self) -> paged.KV:
         """The shapes of its pages."""
-        assert self.config.device_pages is not None, "resolved"
-        assert self.config.page_size is not None, "resolved"
         return paged.abstract(
             self.shapes.graph.config, self.config.device_pages, self.config.page_size, self.config.kv_dtype
         )
 
     @property
     def width(self) -> int:
-        assert self.config.max_model_len is not None, "resolved"
-        assert self.config.page_size is not None, "resolved"
         return pages_for(self.config.max_model_len, self.config.page_size)
 
     @functools.cached_property
@@ -374,7 +369,6 @@ class ModelCalls(RowCalls):
     def _forward(self, model: Any, kv: paged.KV, step: _Pass) -> tuple[paged.KV, Array]:
         """Run the small model over tokens; return its pages with their entries, and the hidden states."""
         size, config = self.config.page_size, self.shapes.graph.config
-        assert size is not None, "resolved"
         pages = step.table[step.owners, step.positions // size]
         paging = paged.Paging(
             jnp.where(step.valid, pages, 0), jnp.where(step.valid, step.positions % size, 0), step.table, step.lengths,

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from rekindle._src.core.config import DraftSource, EngineConfig
+from rekindle._src.core.config import DraftSource, EngineConfig, ResolvedConfig
 from rekindle._src.core.names import nearest
 from rekindle.errors import ConfigError
 
@@ -68,7 +68,7 @@ class DraftPlan:
         """The fingerprint of their weights; None if they have none of their own."""
         return next((kind.fingerprint for kind in self.kinds if kind.fingerprint is not None), None)
 
-    def page_bytes(self, config: EngineConfig) -> int:
+    def page_bytes(self, config: ResolvedConfig) -> int:
         """Return the bytes of pages of their own, one for each page of the session."""
         return sum(kind.page_bytes(config) for kind in self.kinds)
 

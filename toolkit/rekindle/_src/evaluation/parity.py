@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import words
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
@@ -166,7 +166,7 @@ def _forward(graph: Any, state: Any, tokens: jax.Array) -> tuple[list[jax.Array]
     return [state.astype(jnp.float32) for state in (*stream.values(), hidden)], module.logits(hidden)
 
 
-def deterministic_logprobs(plain: Graph, config: EngineConfig) -> Callable[[Any, Any], jax.Array]:
+def deterministic_logprobs(plain: Graph, config: ResolvedConfig) -> Callable[[Any, Any], jax.Array]:
     """Return a function of weights and tokens [B, T] that computes a deterministic session's log-probabilities.
 
     Its values equal the session's to the last bit; its derivatives are taken from `token_logprobs`, since native
@@ -203,11 +203,10 @@ def _leaves(weights: Any) -> tuple[Any, ...]:
     return tuple(jax.tree.leaves(nnx.state(weights) if isinstance(weights, nnx.Module) else weights))
 
 
-def _paged_logprobs(graph: Graph, config: EngineConfig, leaves: Any, tokens: jax.Array) -> jax.Array:
+def _paged_logprobs(graph: Graph, config: ResolvedConfig, leaves: Any, tokens: jax.Array) -> jax.Array:
     """Compute the log-probabilities as a step computes prompts: over pages, with the session's kernels."""
     rows, length = tokens.shape
     model: Any = merge(graph, leaves)
-    assert config.page_size is not None, "resolved"
     width = -(-length // config.page_size)
     shapes = paged.abstract(graph.config, 1 + rows * width, config.page_size, config.kv_dtype, {"states": 1 + rows})
     pages = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -19,7 +19,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 from rekindle._src.core.activity import ProgramWait
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
@@ -55,7 +55,7 @@ class Runner:
     def __init__(
         self,
         model: LoadedModel,
-        config: EngineConfig,
+        config: ResolvedConfig,
         *,
         host_tier: PayloadStore | None = None,
         side_tiers: Sequence[PayloadStore | None] = (),

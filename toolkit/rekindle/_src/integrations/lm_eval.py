@@ -80,7 +80,6 @@ class RekindleLM(TemplateLM):
     def max_length(self) -> int:
         """Tokens before the last one that is scored."""
         limit = self.session.config.max_model_len
-        assert limit is not None, "resolved"
         return limit - 1
 
     @property

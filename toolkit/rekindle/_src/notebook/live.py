@@ -23,7 +23,7 @@ import ipywidgets
 import traitlets
 
 from rekindle._src.core import words
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import Sampling
@@ -130,7 +130,7 @@ class SessionLike(Protocol):
     """A session. Calls that make requests are declared only by their results: their options are the session's."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> ResolvedConfig: ...
     @property
     def tokenizer(self) -> TokenizerLike: ...
     @property

@@ -17,7 +17,7 @@ from jax import Array
 
 from rekindle._src.capabilities import ENTRIES
 from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments, SessionPlan
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.drafts.plan import DraftPlan
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
@@ -49,7 +49,7 @@ class CachePlan(NamedTuple):
 class Blueprint:
     """All that an opening will do. Blueprints are equal if they describe equal sessions."""
 
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     folder: Path | None  # of tokenizer and chat template: a folder or a GGUF file
     fingerprint: str  # of config and weights, without a merged adapter
     name: str  # of the model, for people to read
@@ -82,8 +82,6 @@ class Blueprint:
     def with_pages(self, pages: int) -> Blueprint:
         """Return the blueprint with so many KV pages on each device, as all processes have room for."""
         config = self.config
-        assert config.device_pages is not None, "resolved"
-        assert config.device_memory is not None, "resolved"
         config = dataclasses.replace(
             config, device_pages=pages, device_memory=pages * (config.device_memory // config.device_pages)
         )
@@ -95,7 +93,6 @@ class Blueprint:
     def page_identity(self, fingerprint: str, name: str = "") -> Identity:
         """Return the identity of pages computed with these weights, to compare with other processes' pages."""
         config = self.config
-        assert config.page_size is not None, "resolved"
         one = paged.abstract(self.model, 1, config.page_size, config.kv_dtype, slots_of(self.programs.sides))
         layers = tuple(paged.Layer(layer.pages) for layer in one if layer.pages)
         leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
@@ -197,11 +194,9 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     )
 
 
-def _caches(config: EngineConfig, programs: ProgramPlan, drafts: DraftPlan) -> tuple[CachePlan, ...]:
+def _caches(config: ResolvedConfig, programs: ProgramPlan, drafts: DraftPlan) -> tuple[CachePlan, ...]:
     """Return the kinds of caches of each data shard, with their share of the memory below the device."""
     placement, sides = programs.placement, programs.sides
-    assert config.page_size is not None, "resolved"
-    assert config.device_pages is not None, "resolved"
     local = placement.local_config(programs.model)
     host, disk = (config.host_memory, config.disk_memory) if config.prefix_cache else (0, 0)
     page = paged.page_bytes(local, config.page_size, config.kv_dtype, slots=slots_of(sides))

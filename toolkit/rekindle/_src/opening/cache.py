@@ -58,7 +58,6 @@ class SessionCache:
         config = plan.config
         if not config.prefix_cache:
             return cls(plan, None)
-        assert config.page_size is not None, "resolved"
         identity, disk = plan.page_identity(fingerprint, plan.name), None
         pages = plan.caches[0]
         if pages.disk_bytes:

@@ -57,7 +57,6 @@ class ModelDevice(Device):
         self.is_merged: bool = weights.changed
         self.is_alone: bool = others.agreement is None
         config, placement = plan.config, plan.placement
-        assert config.page_size is not None, "resolved"
         local = placement.local_config(plan.model)
         self.mesh = placement.report(paged.page_bytes(local, config.page_size, config.kv_dtype))
         # Measured here, before there are any steps.

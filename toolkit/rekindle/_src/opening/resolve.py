@@ -1,4 +1,4 @@
-"""Resolves options left open by the user: takes an `EngineConfig` and returns one without "auto" and None.
+"""Resolves options left open by the user: takes an `EngineConfig` and returns a `ResolvedConfig`, without "auto".
 
 Deterministic steps, in which a token's numbers are the same to the last bit in any batch, are resolved here, too: not
 all models can have them.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import jax
 
 from rekindle._src.core import memory
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, ResolvedConfig
 from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import Keying
@@ -33,6 +33,7 @@ LONGEST_DEFAULT = 4096
 PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
 CPU_SHARE = 0.1  # of RAM
 DEVICE_SHARE = 0.9  # of the free memory
+LEAST_PAGES = 2  # the scratch page, and another one
 CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
 
 
@@ -42,8 +43,8 @@ def resolve(
     *,
     weight_bytes: int = 0,
     placement: Placement = ALONE,
-    more_bytes: Callable[[EngineConfig], int] = lambda config: 0,
-) -> EngineConfig:
+    more_bytes: Callable[[ResolvedConfig], int] = lambda config: 0,
+) -> ResolvedConfig:
     """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load; with a
     resolved config, each page has `more_bytes` in addition.
     """
@@ -87,17 +88,19 @@ def resolve(
             f"Use at most {rows - 1}, or raise max_requests",
         )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
-    resolved = dataclasses.replace(
+    config = dataclasses.replace(
         config,
         dtype=cast(DType, dtype),
         kv_dtype=cast(KVDType, kv_dtype),
-        max_model_len=length,
-        page_size=page_size,
         prefix_cache=config.prefix_cache and not model.is_bidirectional and _shareable(model, length),
         mesh=config.mesh if placement.divided else None,
     )
-    pages = _pages(resolved, model, platform, weight_bytes, placement, more_bytes(resolved))
-    return dataclasses.replace(resolved, **pages)
+    # The size of a page does not depend on how many there are.
+    least = ResolvedConfig.with_sizes(
+        config, max_model_len=length, page_size=page_size, device_pages=LEAST_PAGES, device_memory=0
+    )
+    pages = _pages(config, least, model, platform, weight_bytes, placement, more_bytes(least))
+    return dataclasses.replace(least, device_pages=pages.number, device_memory=pages.nbytes)
 
 
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
@@ -112,7 +115,7 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
         )
 
 
-def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
+def of_one_shard(config: ResolvedConfig, shards: int) -> ResolvedConfig:
     """Return a resolved config for one data shard: its share of the requests and of a step's tokens."""
     if shards == 1:
         return config
@@ -147,15 +150,26 @@ def _kind(platform: str) -> str:
     return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
 
 
+class _DevicePages(NamedTuple):
+    """The pages of each device."""
+
+    number: int
+    nbytes: int
+
+
 def _pages(
-    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement, more: int
-) -> dict[str, Any]:
-    """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device.
+    options: EngineConfig,
+    config: ResolvedConfig,
+    model: ModelConfig,
+    platform: str,
+    weight_bytes: int,
+    placement: Placement,
+    more: int,
+) -> _DevicePages:
+    """Return the pages that a session asked for, or has room for. Their content has the sizes in `config`.
 
     Each page has `more` bytes in addition, of another model.
     """
-    assert config.max_model_len is not None, "resolved before"
-    assert config.page_size is not None, "resolved before"
     local, requests = placement.local_config(model), config.max_requests // placement.data
     sizes = [(kind, kind.slot_size(local, config)) for kind in KINDS if kind.slots_for(model, config, placement, 1)]
     size = page_bytes(local, config.page_size, config.kv_dtype, {kind.name: 1 for kind, _ in sizes}) + more
@@ -184,23 +198,23 @@ def _pages(
             low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
         return low if shared else budget // size
 
-    if config.device_pages is not None:
-        return {"device_pages": config.device_pages, "device_memory": nbytes(config.device_pages)}
+    if options.device_pages is not None:
+        return _DevicePages(options.device_pages, nbytes(options.device_pages))
     per_request = pages_for(config.max_model_len, config.page_size)
-    if config.device_memory is not None:
-        pages = fitting(config.device_memory - others)
+    if options.device_memory is not None:
+        pages = fitting(options.device_memory - others)
     else:
         budget = _free_memory(platform, weight_bytes, placement) - others
         most = CACHED_CONTEXTS * config.max_requests // placement.data * per_request
         if model.is_bidirectional:  # nothing is cached: what two steps in flight have, and a text that waits
             most = 2 * (config.max_tokens_per_step // placement.data // config.page_size + requests) + per_request
         pages = min(fitting(budget), 1 + most)
-    if pages < 2:
+    if pages < LEAST_PAGES:
         raise OutOfMemory(
             f"KV pages of {size:,} bytes do not fit: there is room for {pages}, and two are needed. "
             "Raise device_memory or lower page_size"
         )
-    return {"device_pages": pages, "device_memory": nbytes(pages)}
+    return _DevicePages(pages, nbytes(pages))
 
 
 def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rekindle._src.channels.channel import as_json, from_json
 from rekindle._src.core import words
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.version import VERSION
 from rekindle._src.programs import store as program_store
 from rekindle.errors import ProcessLost, ProcessRefused
@@ -24,12 +24,11 @@ class ProcessReport(NamedTuple):
     pages: int  # that its devices have room for
 
 
-def facts(config: EngineConfig, *, model: str, fingerprint: str) -> ProcessReport:
+def facts(config: ResolvedConfig, *, model: str, fingerprint: str) -> ProcessReport:
     """Collect the facts of this process; `config` is resolved, `model` a digest of the model's own config."""
     environment = dict(program_store.environment())
     for name in _OF_CPUS if environment["platform"] != "cpu" else ():
         environment.pop(name)
-    assert config.device_pages is not None, "resolved"
     options = {name: value for name, value in program_store.config_fields(config).items() if name != "device_pages"}
     same = {
         "rekindle": VERSION,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import StepPlan
 from rekindle._src.models.config import Pages
 from rekindle._src.programs.buckets import Helper, ProgramVariant
@@ -56,7 +56,7 @@ class DraftPrograms:
         """Return the features of steps that it adds."""
         return ()
 
-    def calls(self, config: EngineConfig, target: Recipes) -> DraftCalls:
+    def calls(self, config: ResolvedConfig, target: Recipes) -> DraftCalls:
         """Return its own programs, in addition to the programs of the session's model."""
         return NO_CALLS
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.models.base import Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import store
@@ -46,7 +46,7 @@ class ProgramPlan:
     model: ModelConfig
     graph: Graph
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # of the whole model, as they lie on the devices
-    config: EngineConfig  # resolved, of one data shard
+    config: ResolvedConfig
     placement: Placement
     processors: tuple[LogitsProcessor, ...] = ()
     parts: tuple[ProgramAddition, ...] = ()  # of capabilities, in their order

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.memory import give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.models.base import ALONE, Graph, Placement, ShapeLike
@@ -60,7 +60,7 @@ class Programs:
         model: ModelConfig,
         graph: Graph,
         leaves: Sequence[ShapeLike],
-        config: EngineConfig,
+        config: ResolvedConfig,
         *,
         features: Features | None = None,
         store: Executables | None = None,
@@ -71,7 +71,6 @@ class Programs:
 
         `features` default to those of sessions without capabilities.
         """
-        assert config.device_pages is not None, "the config is not resolved"
         self.config = config
         self.features = features or ProgramPlan(model, graph, (), config, placement, drafter=drafter).features
         keeps = drafter.reads is not None

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, Placement, ShapeLike, merge
 from rekindle._src.models.config import ModelConfig
@@ -55,7 +55,7 @@ class Recipes:
     local_kv: paged.KV  # the pages of one device
     kv: paged.KV  # of all devices together
     state: request_state.RequestState
-    config: EngineConfig  # of one data shard
+    config: ResolvedConfig  # of one data shard
     features: Features
     parts: Partitioning
     width: int  # pages of the longest sequence
@@ -68,7 +68,7 @@ class Recipes:
         model: ModelConfig,
         graph: Graph,
         leaves: Sequence[ShapeLike],
-        config: EngineConfig,
+        config: ResolvedConfig,
         features: Features,
         placement: Placement,
         *,
@@ -76,9 +76,6 @@ class Recipes:
     ) -> Recipes:
         """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's. The
         state has hidden states, or the inputs of layers that a feature reads, if it `keeps_hidden`."""
-        assert config.max_model_len is not None, "the config is not resolved"
-        assert config.page_size is not None, "the config is not resolved"
-        assert config.device_pages is not None, "the config is not resolved"
         parts, local = Partitioning.of(placement), placement.local_graph(graph)
         sides = side_caches(model, config, placement)
         local_kv = paged.abstract(

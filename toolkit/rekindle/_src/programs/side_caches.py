@@ -48,7 +48,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import IntArray, PageRun, Row
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.kvcache.pool import pages_for
@@ -83,24 +83,22 @@ class DevicePlan(SidePlan, ABC):
 
     @classmethod
     @abstractmethod
-    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+    def slots_for(cls, model: ModelConfig, config: ResolvedConfig, placement: Placement, pages: int) -> int:
         """Return how many slots there are next to so many pages, the scratch one included; 0 for other models."""
 
     @classmethod
     @abstractmethod
-    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
+    def slot_size(cls, local: ModelConfig, config: ResolvedConfig) -> int:
         """Return the bytes of one slot on a device that has the `local` part of the model."""
 
     @classmethod
     @abstractmethod
-    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: ResolvedConfig) -> Self:
         """Return the plan with so much room, for a model that has such entries."""
 
     @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig, placement: Placement) -> Self | None:
+    def of(cls, model: ModelConfig, config: ResolvedConfig, placement: Placement) -> Self | None:
         """Return the plan for a resolved config; None for a model without such entries."""
-        assert config.page_size is not None, "resolved"
-        assert config.device_pages is not None, "resolved"
         slots = cls.slots_for(model, config, placement, config.device_pages)
         if not slots:
             return None
@@ -143,7 +141,7 @@ class DevicePlan(SidePlan, ABC):
         """Return an entry off the devices in the form that `scatter` takes."""
 
 
-def side_caches(model: ModelConfig, config: EngineConfig, placement: Placement) -> tuple[DevicePlan, ...]:
+def side_caches(model: ModelConfig, config: ResolvedConfig, placement: Placement) -> tuple[DevicePlan, ...]:
     """Return the plans of a session's side caches: pure values. `config` is resolved, for one data shard."""
     plans = (kind.of(model, config, placement) for kind in KINDS)
     return tuple(plan for plan in plans if plan is not None)
@@ -167,7 +165,7 @@ class RecurrentStates(DevicePlan):
     moved, divided, pinned = 1, HEADS, False
 
     @classmethod
-    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+    def slots_for(cls, model: ModelConfig, config: ResolvedConfig, placement: Placement, pages: int) -> int:
         """Each running request has one, and the tree a prompt's and a text's for each, if prompts are shared. There are
         some for drafts if the config asks for drafts."""
         if not model.is_recurrent:
@@ -176,11 +174,11 @@ class RecurrentStates(DevicePlan):
         return 1 + config.max_requests + _spare(config) + tree
 
     @classmethod
-    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
+    def slot_size(cls, local: ModelConfig, config: ResolvedConfig) -> int:
         return paged.state_bytes(local)
 
     @classmethod
-    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: ResolvedConfig) -> Self:
         numbers = paged.state_bytes(model) // 4
         return cls(
             **room,
@@ -226,7 +224,7 @@ def _states(kv: KV) -> Iterator[jax.Array]:
         yield from layer.states
 
 
-def _spare(config: EngineConfig) -> int:
+def _spare(config: ResolvedConfig) -> int:
     """Return how many slots there are for states after drafts: one for each row of a step, up to SPARE."""
     return min(SPARE, max(config.max_requests, SMALLEST_ROWS)) if config.asks_for_drafts else 0
 
@@ -276,9 +274,8 @@ def span(model: ModelConfig, page_size: int) -> int:
     return pages_for(_window(model), page_size)
 
 
-def least_pages(model: ModelConfig, config: EngineConfig) -> int:
+def least_pages(model: ModelConfig, config: ResolvedConfig) -> int:
     """Return with how many pages no step ever lacks one, however its requests lie; the scratch page is one of them."""
-    assert config.page_size is not None, "resolved"
     steps = pages_for(STEPS * config.max_tokens_per_step, config.page_size)
     return 1 + config.max_requests * (span(model, config.page_size) + 2) + steps
 
@@ -303,11 +300,9 @@ class WindowPages(DevicePlan):
     most: int = 0  # pages that a row sends
 
     @classmethod
-    def slots_for(cls, model: ModelConfig, config: EngineConfig, placement: Placement, pages: int) -> int:
+    def slots_for(cls, model: ModelConfig, config: ResolvedConfig, placement: Placement, pages: int) -> int:
         """They get what as many sequences of half of `max_model_len` need, so that ends of turns stay there too. They
         never need more than the others have, since a sequence has a page here only where it has one there."""
-        assert config.page_size is not None, "resolved"
-        assert config.max_model_len is not None, "resolved"
         if not placement.pages_apart or not _window(model):
             return 0
         half = max(1, pages_for(config.max_model_len, 2 * config.page_size))
@@ -315,13 +310,11 @@ class WindowPages(DevicePlan):
         return min(pages, max(least_pages(model, config), share))
 
     @classmethod
-    def slot_size(cls, local: ModelConfig, config: EngineConfig) -> int:
-        assert config.page_size is not None, "resolved"
+    def slot_size(cls, local: ModelConfig, config: ResolvedConfig) -> int:
         return sum(leaf.nbytes for leaf in _window_page(local, config.page_size, config.kv_dtype))
 
     @classmethod
-    def planned(cls, room: PlanRoom, model: ModelConfig, config: EngineConfig) -> Self:
-        assert config.max_model_len is not None, "resolved"
+    def planned(cls, room: PlanRoom, model: ModelConfig, config: ResolvedConfig) -> Self:
         size = room["page_size"]
         most = span(model, size) + pages_for(config.max_tokens_per_step, size) + 2
         return cls(

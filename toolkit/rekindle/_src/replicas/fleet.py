@@ -16,7 +16,7 @@ from rekindle._src.capabilities import ENTRIES, capabilities_of, checked
 from rekindle._src.capabilities.adapters.request import ADAPTERS
 from rekindle._src.capabilities.additions import SharedAdditions, split
 from rekindle._src.core import words
-from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.config import EngineConfig, OpenOptions, ResolvedConfig
 from rekindle._src.core.names import checked_name, checked_path
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
@@ -69,7 +69,7 @@ class Fleet(OpenModel):
         return fleet
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> ResolvedConfig:
         """The configuration of its sessions, with every default resolved."""
         return self._backend.info.config
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from rekindle._src.capabilities import ENTRIES
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.records import Request, ResumeState, TokenEvent
@@ -48,7 +48,7 @@ class RequestMessage(NamedTuple):
 class ReplicaInfo(NamedTuple):
     """A replica's model, as far as the fleet needs it for the intake of requests."""
 
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     tokenizer: Any
     chat: Any  # its template, or None
     vocab_size: int

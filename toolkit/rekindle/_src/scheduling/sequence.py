@@ -16,7 +16,7 @@ import numpy as np
 
 from rekindle._src.core import words
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.extension import PromptNote
 from rekindle._src.core.records import FinishReason, PageRun, Request, Row, SlotPair, Status
@@ -54,7 +54,7 @@ class Limits:
     @classmethod
     def of(
         cls,
-        config: EngineConfig,
+        config: ResolvedConfig,
         *,
         max_prefill_rows: int,
         padded: bool = True,
@@ -65,8 +65,6 @@ class Limits:
 
         Prompts are cut at multiples of `edge` if a step has room for that in addition to all decode rows.
         """
-        assert config.max_model_len is not None, "the config is not resolved"
-        assert config.page_size is not None, "the config is not resolved"
         beside = config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2)
         fits = edge <= min(beside, config.max_tokens_per_step - config.max_requests)
         return cls(

@@ -75,9 +75,7 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
 
 def rest_of_context(session: ServedSession) -> int:
     """Return the context's length as the token limit: the session ends the request where the context is full."""
-    limit = session.config.max_model_len
-    assert limit is not None, "an open session has resolved it"
-    return limit
+    return session.config.max_model_len
 
 
 def form_of(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.core.pictures import PictureCost
 from rekindle._src.core.records import Status, TextDelta
@@ -49,7 +49,7 @@ class ServedSession(Protocol):
     """A session, or a fleet, that a server passes requests to."""
 
     @property
-    def config(self) -> EngineConfig: ...
+    def config(self) -> ResolvedConfig: ...
     @property
     def tokenizer(self) -> Any: ...
     @property

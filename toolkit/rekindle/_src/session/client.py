@@ -106,7 +106,6 @@ class Client:
     def prefix(self, prompt: PromptLike, **options: Unpack[RequestOptions]) -> Prefix:
         """Return the prefix that a request with this prompt and these options would have."""
         page_size = self.front.config.page_size
-        assert page_size is not None, "resolved"
         return self.keyed_request(prompt, **options).prefix(page_size)
 
     def text(self, token_ids: list[int]) -> str:

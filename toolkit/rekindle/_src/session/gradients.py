@@ -78,7 +78,6 @@ def prepared(
     request = client.keyed_request(prompt, steer=steer, patch=patch)
     tokens, taps = request.token_ids, request.extensions.get(RequestTaps)
     longest = client.front.config.max_model_len
-    assert longest is not None, "resolved"
     if not 0 < len(tokens) <= longest:
         raise InvalidRequest("prompt", f"{len(tokens)} tokens", f"must have 1 to {longest} tokens", "Pass another one")
     if tokens.max() >= client.front.vocab_size:

@@ -21,7 +21,7 @@ from rekindle._src.capabilities import capabilities_of
 from rekindle._src.capabilities.guides.request import GRAMMARS
 from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core import words
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.options import refuse_keywords, takes_keywords
@@ -102,7 +102,7 @@ class Session(OpenModel, RolloutRequests):
         scheduler: SchedulerLike,
         runner: RunnerLike,
         tokenizer: TokenizerLike,
-        config: EngineConfig,
+        config: ResolvedConfig,
         *,
         detokenizer: Callable[[Sampling], DetokenizerLike] | None = None,
         vocab_size: int | None = None,
@@ -148,7 +148,7 @@ class Session(OpenModel, RolloutRequests):
         weakref.finalize(self._client, host.close).atexit = False
 
     @property
-    def config(self) -> EngineConfig:
+    def config(self) -> ResolvedConfig:
         """The options it was opened with, with every default resolved."""
         return self._front.config
 

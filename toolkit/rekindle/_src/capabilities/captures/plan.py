@@ -11,7 +11,7 @@ from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.capabilities.captures.step import session_facts, tap_features, variants_of
 from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, Provider, SessionPlan
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.taps import Steer
 from rekindle._src.kvcache.page_data import PageData
 from rekindle._src.programs.buckets import ProgramVariant
@@ -51,13 +51,12 @@ class CapturesPlan(CapabilityPlan):
             "steering": {name: [*map(str, changes)] for name, changes in sites.steering.items()},
         }
 
-    def page_data(self, config: EngineConfig, root_key: bytes) -> PageData:
-        assert config.page_size is not None, "resolved"
+    def page_data(self, config: ResolvedConfig, root_key: bytes) -> PageData:
         return KeptCaptures(config.capture_memory, config.page_size, root_key)
 
     def open(self, session: SessionPlan, tokenizer: Tokenizer | None) -> Owner | None:
         sites = self._sites(session.programs, session.config)
         return None if sites is None else Provider({TAPS: sites})
 
-    def _sites(self, programs: ProgramPlan, config: EngineConfig) -> TapFacts | None:
+    def _sites(self, programs: ProgramPlan, config: ResolvedConfig) -> TapFacts | None:
         return session_facts(programs.model, config, self._taps, self._steering)

@@ -37,7 +37,7 @@ from rekindle._src.capabilities.captures.tapped import (
     places_of,
 )
 from rekindle._src.core.captured import CapturedPart, Key
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import Row, StepPlan
 from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.taps import LOGITS, Steer
@@ -217,7 +217,7 @@ class Steering(StepPart[None, Edits]):
     variant, instead = ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
+    def __init__(self, model: ModelConfig, config: ResolvedConfig, shards: int = 1, *, ahead: bool = False) -> None:
         self._layers, self._places = model.num_layers, places_of(model.num_layers)
         self._shards, self.warmed = shards, ahead
         self._most = MAX_RUNS * config.max_requests
@@ -360,7 +360,7 @@ def _edits_inside(row: Row) -> bool:
 
 
 def tap_features(
-    model: ModelConfig, config: EngineConfig, placement: Placement, taps: Sequence[Tap], ahead: ProgramVariant
+    model: ModelConfig, config: ResolvedConfig, placement: Placement, taps: Sequence[Tap], ahead: ProgramVariant
 ) -> tuple[Feature, ...]:
     """Return the features of taps: changes come before captures, which see the changed values."""
     steering = Steering(model, config, placement.data, ahead=ProgramVariant.STEERING in ahead)
@@ -383,7 +383,7 @@ def variants_of(steering: Mapping[str, Sequence[Steer]]) -> ProgramVariant:
 
 
 def session_facts(
-    model: ModelConfig, config: EngineConfig, taps: Sequence[Tap], steering: Mapping[str, tuple[Steer, ...]]
+    model: ModelConfig, config: ResolvedConfig, taps: Sequence[Tap], steering: Mapping[str, tuple[Steer, ...]]
 ) -> TapFacts | None:
     """Return a session's sites for taps, and the taps and changes that have a name there; None if nothing can be
     tapped.

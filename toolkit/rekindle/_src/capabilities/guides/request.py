@@ -184,7 +184,6 @@ def _guide_of(grammar: GrammarLike, submission: Submission, ids: IntArray, front
     follow.
     """
     sampling, longest = submission.sampling, front.config.max_model_len
-    assert longest is not None, "the config is resolved"
     budget = min(sampling.max_tokens, longest - len(ids)) if steered else None
     text = submission.extensions.get(StructuredText)
     base = len(ids) - (0 if text is None else text.covered)

@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.pictures import PictureUse
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.models.config import ModelConfig
@@ -72,7 +72,7 @@ class Pictures(StepPart["Array | None", PictureRows]):
     variant, inside, operand_layout = ProgramVariant.PICTURES, True, ROWS
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
+        self, model: ModelConfig, config: ResolvedConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
     ) -> None:
         assert model.pictures is not None, "it takes pictures"
         self.warmed = ahead

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from rekindle._src.cli import usage
 from rekindle._src.cli.usage import Parser
-from rekindle._src.core.config import POLICIES, EngineConfig
+from rekindle._src.core.config import POLICIES, EngineConfig, ResolvedConfig
 from rekindle._src.replicas.routing import RouterName
 
 NEEDS = ("rekindle._src.bench.simulation",)
@@ -81,13 +81,16 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         units = (arguments.row_us / 1e6, arguments.prefill_us / 1e6, arguments.context_us / 1e6)
         cost = StepCost(arguments.step_ms / 1e3, *units, request=arguments.request_ms / 1e3)
-    config = EngineConfig(
-        max_requests=arguments.max_requests,
-        max_tokens_per_step=arguments.max_tokens_per_step,
+    config = ResolvedConfig.with_sizes(
+        EngineConfig(
+            max_requests=arguments.max_requests,
+            max_tokens_per_step=arguments.max_tokens_per_step,
+            policy=arguments.policy,
+        ),
         max_model_len=arguments.max_model_len,
         page_size=16,
         device_pages=arguments.device_tokens // 16,
-        policy=arguments.policy,
+        device_memory=0,
     )
     if not arguments.json:
         seconds = requests[-1].at - requests[0].at
