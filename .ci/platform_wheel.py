@@ -67,7 +67,8 @@ def add_course(root: Path, build_data: dict[str, Any]) -> None:
                 cell.update(outputs=[], execution_count=None)
         (folder / page.name).write_text(json.dumps(notebook, ensure_ascii=False), encoding="utf-8")
         build_data["force_include"][str(folder / page.name)] = f"rekindle/course/{page.name}"
-    build_data["force_include"][str(root / "tutorials/course/engine.py")] = "rekindle/course/engine.py"  # page 27
+    for file in (root / "tutorials/course").glob("*.py"):  # that a page links to
+        build_data["force_include"][str(file)] = f"rekindle/course/{file.name}"
     for picture in sorted((root / "tutorials/source/pictures").glob("[0-9][0-9]_*.svg")):
         build_data["force_include"][str(picture)] = f"rekindle/course/pictures/{picture.name}"
 

@@ -88,6 +88,8 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/cli/commands/learn.py": {
         "_PICTURE": US("a page of the course", "a cell"),
         "_LINK": US("a page of the course", "a cell"),
+        "_DRAWING": US("a page of the course", "a cell"),
+        "_FILE": US("a page of the course", "a cell"),
     },
     "toolkit/rekindle/_src/cli/report.py": {
         "_TOKEN": STRANGER("a check's text, with an error of a library's", "512 characters from where it begins"),

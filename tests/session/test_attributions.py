@@ -92,12 +92,12 @@ async def test_integrated_gradients_are_those_of_torch() -> None:
         expected, convergence = of_torch(checkpoints.write(Path(folder), raw, state), list(PROMPT), 3, 6)
     model = checkpoints.model(raw, state)
     async with rekindle.open(model, **{**OPTIONS, "precompile": "lazy"}) as session:
-        a = await session.attribute(PROMPT, of=OF, baseline=3, steps=6, at={"mlp": 0})
+        a = await session.attribute(PROMPT, of=OF, method="integrated", baseline=3, steps=6, at={"mlp": 0})
         assert relative(a.scores, expected) < 1e-3
         assert a.convergence == pytest.approx(convergence, abs=1e-3)
-        zeros = await session.attribute(PROMPT, of=OF, baseline="zeros", steps=6, at={"mlp": 0})
+        zeros = await session.attribute(PROMPT, of=OF, method="integrated", baseline="zeros", steps=6, at={"mlp": 0})
         assert zeros.other_value == pytest.approx(0, abs=1e-5), "of zeros nothing follows"
-        finer = await session.attribute(PROMPT, of=OF, baseline=3, steps=48, at={"mlp": 0})
+        finer = await session.attribute(PROMPT, of=OF, method="integrated", baseline=3, steps=48, at={"mlp": 0})
         assert abs(finer.convergence or 1) < 1e-3 < abs(a.value - (a.other_value or 0))
 
 
@@ -199,16 +199,16 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
 
         async with anyio.create_task_group() as group:
             group.start_soon(stream)
-            a = await session.attribute(IDS, of=OF, steps=20)
+            a = await session.attribute(IDS, of=OF, method="integrated", steps=20)
         assert tuple(tokens) == plain(ids, 24)
         made = owner.compilations
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: session.attribute(IDS, of=OF, steps=400)._result())
+            group.start_soon(lambda: session.attribute(IDS, of=OF, method="integrated", steps=400)._result())
             await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
         await anyio.to_thread.run_sync(eventually, lambda: owner.threads.busy == 0)
         session.check_integrity()
-        again = await session.attribute(IDS[:9], of=OF, steps=20)
+        again = await session.attribute(IDS[:9], of=OF, method="integrated", steps=20)
         assert owner.compilations == made and again.scores.shape == (9,) and a.scores.shape == (11,)
 
 
@@ -239,7 +239,7 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
 async def test_refused(changes: dict[str, Any], words: str) -> None:
     async with opening(precompile="lazy") as session:
         with pytest.raises(InvalidRequest, match=words):
-            await session.attribute(IDS, **{"of": OF, **changes})
+            await session.attribute(IDS, **{"of": OF, "method": "integrated", **changes})
 
 
 @pytest.mark.anyio

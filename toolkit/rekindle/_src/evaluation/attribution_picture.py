@@ -9,7 +9,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,9 +138,9 @@ def _page_map(shown: AttributionLike, site: str) -> Markup:
     values, names = _columns(shown, site)
     width, height, parts = _map(values, names, site, paper=False)
     label = f"{site} by layer: {_scale(values):.3g} is the strongest"
-    return Markup(html.line(f"{_title(site, shown)}; the strongest has {_scale(values):.3g}")) + Markup(
-        f'<div style="overflow-x:auto">{svg.picture(width, height, parts, label=label)}</div>'
-    )
+    title = html.line(f"{_title(site, shown)}; the strongest has {_scale(values):.3g}")
+    picture = svg.picture(width, height, parts, label=label)
+    return Markup(f'{title}<div style="overflow-x:auto">{picture}</div>')
 
 
 def _title(site: str, shown: AttributionLike) -> str:
@@ -184,7 +184,7 @@ def _map(
         what = f"{site} {column}" if _has_heads(site) else f"{site} at {names[column]}"
         hint = "" if paper else f"layer {layer}, {what}: {values[layer, column]:+.3g}"
         parts.append(svg.rect(*place, colour(share, paper=paper), title=hint, shape_rendering="crispEdges"))
-    edge = {"stroke": "currentColor", "stroke_opacity": 0.4, "stroke_width": 0.5}
+    edge: dict[str, Any] = {"stroke": "currentColor", "stroke_opacity": 0.4, "stroke_width": 0.5}
     parts.append(svg.rect(left, top, CELL * columns, CELL * layers, "none", **edge))
     width = left + CELL * columns + (max(map(_pixels, names), default=0.0) / 2 if lean else 0) + 4
     return width, top + CELL * layers + 4, parts

@@ -43,7 +43,7 @@ class AttributionOptions(NamedTuple):
     """The options of `Session.attribute` in addition to the prompt."""
 
     of: object
-    method: str = "integrated"
+    method: str = "gradient_x_input"
     steps: int | None = None
     baseline: str | int | None = None
     source: PromptLike | None = None

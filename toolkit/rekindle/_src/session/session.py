@@ -492,7 +492,7 @@ class Session(OpenModel, RolloutRequests):
         prompt: PromptLike,
         *,
         of: Objective | ObjectiveFunction,
-        method: AttributionMethod = "integrated",
+        method: AttributionMethod = "gradient_x_input",
         steps: int | None = None,
         baseline: str | int | None = None,
         source: PromptLike | None = None,

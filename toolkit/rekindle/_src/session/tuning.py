@@ -123,6 +123,11 @@ class Tuning(Call[TuningReport]):
         resumed = f", resumed after {run.resumed_at}" if run.resumed_at else ""
         return f"<Tuning {run.name!r}: {len(losses)} of {self.steps} steps{loss}{resumed}, {self.state}>"
 
+    def _repr_html_(self) -> str:
+        from rekindle._src.views.tuning import tuning
+
+        return str(tuning(self))
+
     def _ipython_display_(self) -> None:
         from IPython.display import display
 

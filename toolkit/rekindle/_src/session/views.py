@@ -153,7 +153,8 @@ class Views:
         `of` is the number to explain, as in `session.attribute`; by default the log-probability of the likeliest next
         token. `options` are those of `session.attribute`. `save("figure.svg")` writes a figure for a paper.
         """
-        return AttributionCall(self._session, prompt, of, options)
+        session: Any = self._session  # which can attribute: other views do without
+        return AttributionCall(session, prompt, of, options)
 
     def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.

@@ -24,7 +24,6 @@ DRAWINGS: Final[Mapping[str, str]] = {
     "models.base.LoadedModel": "facts.loaded_model",
     "scheduling.drafting.drafter.DraftCounts": "facts.draft_counts",
     "scheduling.sequence.Explanation": "timeline.explanation",
-    "session.tuning.Tuning": "tuning.tuning",
     "text.tokenizer.Tokenizer": "facts.tokenizer",
 }
 _SOURCE = "rekindle._src."
