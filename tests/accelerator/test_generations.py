@@ -86,15 +86,16 @@ def test_weights_stay_in_four_bits(name: str, row: Row, monkeypatch: pytest.Monk
     """Without Triton XLA widens matrices one after another, in the same memory. It copies a layer's values, as in 16
     bits."""
     own, made, weights = step(name, "int4", "0.6b", monkeypatch)
-    temp, floats = made.memory.temp_size_in_bytes, nbytes(abstract_model(own.model, own.graph.precision.weights)[1])
+    model, precision = own.recipes.model, own.recipes.graph.precision
+    temp, floats = made.memory.temp_size_in_bytes, nbytes(abstract_model(model, precision.weights)[1])
     row(
         GPUS[name].name, "int4", f"weights {weights / MIB:.0f} of {floats / MIB:.0f} MiB", f"temp {temp / MIB:.0f} MiB",
     )  # fmt: skip
     generation = gpus.generation(GPUS[name].capability)
     assert generation is not None and weights < 0.4 * floats
     assert any("int4" in kernel for kernel in made.kernels) == generation.triton
-    heads, engine, inner = own.model.num_kv_heads * own.model.head_dim, own.config, own.model.intermediate_size
-    values, largest = engine.max_requests * engine.max_model_len * heads * 2, 2 * inner * own.model.hidden_size * 2
+    heads, engine, inner = model.num_kv_heads * model.head_dim, own.config, model.intermediate_size
+    values, largest = engine.max_requests * engine.max_model_len * heads * 2, 2 * inner * model.hidden_size * 2
     assert temp <= (8 * MIB if generation.triton else values + largest + 4 * MIB)
 
 

@@ -129,7 +129,7 @@ def test_pages_and_tables_move_in_few_kernels(
     monkeypatch.setattr(host_pages, "uses_pinned", lambda parts: True)  # such a GPU has no list of memories
     with compilers.target(platform), deprecated.known():
         own = programs.__wrapped__(platform, "8b", None)
-        pages = {"tables": 0, "copy": COPY.pages}.get(name, own.moved_pages[0])
+        pages = {"tables": 0, "copy": COPY.pages}.get(name, own.lattice.moved_pages[0])
         key = Helper(name, pages)
         made = compilers.compiled(own.compiler.build(key), platform, compiler_options())
     kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.recipes.kv))

@@ -33,7 +33,7 @@ import pathlib, sys, time
 from rekindle._src.cli.main import main
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.layered import LayeredPrograms
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.compiling import ProgramCompiler
 
 file = pathlib.Path(sys.argv.pop(1))
 

@@ -42,7 +42,8 @@ CASE = pytest.mark.parametrize(
 )
 OUTPUTS = ("attention", "mlp", "mlp_experts", "layer_embedding")  # what layers add to the stream
 ONE_TENSOR = ("granitemoe", "granitemoeshared", "granitemoehybrid")  # of all experts, which can have no adapter
-PRIVATE = ("embedding", "mlp_experts", "layer_embedding")  # no request captures these
+INPUTS = ("attention_input", "mlp_input", "mlp_experts_input", "layer_embedding_input")  # of halves of layers
+PRIVATE = ("embedding", "mlp_experts", "layer_embedding", *INPUTS)  # no request captures these
 
 USUAL = "q k v attention mlp"
 EXPERTS = f"{USUAL} gates experts"
@@ -120,7 +121,7 @@ def test_layers_name_the_sites_that_sessions_offer(name: str) -> None:
     offered = {site: [*layers] for site, layers in facts.sites.items() if layers and site != LOGITS}
     assert {site: layers for site, layers in found.items() if site not in PRIVATE} == offered | {"residual_before": [0]}
     if name in EACH:
-        assert found["embedding"] == [0] and {*found} - {*STREAM_SITES, "embedding"} == {
+        assert found["embedding"] == [0] and {*found} - {*STREAM_SITES, *INPUTS, "embedding"} == {
             *SITES.get(config.model_type, USUAL).split()
         }
 

@@ -73,7 +73,7 @@ def test_a_program_compiles_without_weights_and_only_once() -> None:
 @pytest.mark.thorough
 def test_steps_without_taps_are_the_programs_of_a_session_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = programs_of()
-    monkeypatch.setattr("rekindle._src.programs.plan.tap_features", lambda *_, **__: ())
+    monkeypatch.setattr("rekindle._src.capabilities.captures.plan.tap_features", lambda *_, **__: ())
     untapped = programs_of()
     assert len(programs.ledger.entries) > len(untapped.ledger.entries), "the patch took them away"
     for size in (untapped.lattice.ahead[0], untapped.lattice.ahead[-1]):

@@ -155,13 +155,14 @@ async def test_dropped_layers_pass_no_gradient() -> None:
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_the_softmax_is_computed_again(window: int | None, cap: float | None) -> None:
+@pytest.mark.parametrize("scale", [0.7, 30.0])  # with the larger one, attention is saturated
+def test_the_softmax_is_computed_again(scale: float, window: int | None, cap: float | None) -> None:
     """Queries and keys are replaced one by one, with heads that share keys."""
     rng = np.random.default_rng(0)
     T, H, K, D = 7, 4, 2, 8
     q, other_q, slope = (rng.standard_normal((T, H, D), np.float32) for _ in range(3))
     k, v, other_k = (rng.standard_normal((T, K, D), np.float32) for _ in range(3))
-    spec = AttentionSpec(scale=0.7, sliding_window=window, soft_cap=cap)
+    spec = AttentionSpec(scale=scale, sliding_window=window, soft_cap=cap)
 
     def value(q: Any, k: Any) -> Any:
         logits = np.einsum("thd,shd->hts", q, np.repeat(k, 2, axis=1)) * spec.scale

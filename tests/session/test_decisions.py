@@ -9,10 +9,12 @@ import pickle
 from collections.abc import Iterator
 from typing import Any, Literal
 
+import anyio
 import numpy as np
 import pytest
 
 import rekindle
+from helpers.sessions import eventually, wait_until_idle
 from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Decision, Decisions, DecisionTable, Session
@@ -81,7 +83,6 @@ async def test_likely_options_are_read_from_one_position(session: Session, monke
     """The others are read by a request each; the numbers are the same."""
     every = await session.decide(STATE, {"age": range(3, 7)})
     assert len(every["age"].ids) < 4, "of four numbers, some are among the 20 most likely tokens"
-    monkeypatch.setattr(reading, "found", lambda encoded, read, done: _first_alone(encoded, read, done))
     monkeypatch.setattr("rekindle._src.evaluation.decisions.deciding.found", _first_alone)
     apart = await session.decide(STATE, {"age": range(3, 7)})
     assert len(apart["age"].ids) == 4
@@ -149,7 +150,10 @@ async def test_a_state_may_be_json_and_options_of_any_kind(session: Session) -> 
         ("x", {"a": ["one", "one"]}, "questions['a']", "is there twice"),
         ("x", {"a": ["one", " two"]}, "questions['a']", "is no option"),
         ("x", {"a": [str(n) for n in range(256)]}, "questions['a']", "has 256 options"),
-        ("x", {"a": range(300)}, "questions['a']", "has 300 numbers"),
+        ("x", {"a": range(300)}, "questions['a']", "too few or too many numbers"),
+        ("x", {"a": range(10**20)}, "questions['a']", "too few or too many numbers"),
+        ("x", {"a": [["b"], ["c"]]}, "questions['a']", "can't be a key"),
+        ("x", {"a": [True, 1]}, "questions['a']", "are equal in Python"),
         ("x", {"a": ("", bool)}, "questions['a']", "has an empty question"),
         ("x", {"a": ["y" * (1 << 20), "z"]}, "questions['a']", "characters with its options"),
         ("x", {str(n): bool for n in range(201)}, "questions", "are over 200"),
@@ -175,8 +179,23 @@ async def test_other_errors_are_those_of_requests(session: Session) -> None:
 async def test_cancelling_aborts_the_requests(session: Session) -> None:
     call = session.decide([STATE] * 8, KINDS)
     call.cancel()
-    with pytest.raises(rekindle.RequestAborted):
-        await call
+    for _ in range(2):
+        with pytest.raises(rekindle.RequestAborted):
+            await call
+    assert call.status == "aborted"
+    before = session.stats().scheduler.aborted
+    call = session.decide([f"{STATE} {number}" for number in range(64)], KINDS)
+
+    async def aborted() -> None:
+        with pytest.raises(rekindle.RequestAborted):
+            await call
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(aborted)
+        await anyio.to_thread.run_sync(eventually, lambda: call.usage.prompt_tokens > 0)
+        call.cancel()
+    await anyio.to_thread.run_sync(wait_until_idle, session)
+    assert session.stats().scheduler.aborted > before
 
 
 async def test_a_calibration_is_kept_and_is_part_of_the_answer(session: Session) -> None:
@@ -194,12 +213,15 @@ async def test_a_calibration_is_kept_and_is_part_of_the_answer(session: Session)
     assert decided[0]["wet"].logprobs == pytest.approx(raw[0]["wet"].logprobs, abs=2e-5)
     plain = await session.decide(states[0], questions, calibrated=False)
     assert plain["wet"].calibration is None
+    text = (await session.decide(np.str_(states[0]), questions))["wet"]
+    assert text.calibration == fitted, "a string of NumPy's is one state"
     other = await session.decide(states[0], {"wet": bool})
     assert other["wet"].calibration is None, "another wording is another question"
     for expected, said in (
         ({"dry": right}, "has no column"),
         ({"wet": right[1:]}, "as many"),
         ({"wet": ["x"] * 12}, "no option"),
+        ({"wet": [["x"]] * 12}, "no option"),
     ):
         with pytest.raises(InvalidRequest, match=said):
             session.calibrate(states, questions, expected)

@@ -54,7 +54,7 @@ async def test_a_save_that_is_asked_for_as_the_session_closes_is_refused(
         closing = threading.Thread(target=session.close)
         closing.start()
         closing.join(60)
-        eventually(lambda: "rekindle cache writer" not in {thread.name for thread in threading.enumerate()})
+        eventually(lambda: self._thread is not None and not self._thread.is_alive())
         return submit(self, job)
 
     with opened(tmp_path) as session:

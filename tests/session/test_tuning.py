@@ -20,6 +20,8 @@ from helpers.sessions import eventually, front_of
 from helpers.small import MODEL, OPTIONS, TINY, VOCAB, opening, plain, prompt
 from helpers.thorough import by_default
 from rekindle._src.capabilities.tuning.owner import TUNING
+from rekindle._src.capabilities.tuning.run import TrainingRun
+from rekindle._src.capabilities.tuning.trainer import Trainer
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.base import LoadedModel, graph_of
@@ -77,6 +79,7 @@ async def test_streams_go_on_and_a_cancelled_training_stays_and_leaves_nothing()
     async with opening(precompile="lazy") as session:
         await session.tune("first", PAIRS, **{**LONG, "steps": 1})
         await session.unload_adapter("first")
+        plain(ids, 40)  # what it keeps for other tests is no part of the training
         gc.collect()
         before = sum(array.nbytes for array in jax.live_arrays())
         run = session.tune("mine", PAIRS, **LONG)
@@ -88,10 +91,16 @@ async def test_streams_go_on_and_a_cancelled_training_stays_and_leaves_nothing()
         assert report.cancelled and 2 <= report.steps == len(run.history) and session.adapters == ("mine",)
         assert report.longest_pause > 0
         assert (await run) is report, "it may be awaited again"
+        names = lambda: [thread.name for thread in threading.enumerate()]  # noqa: E731
+        await anyio.to_thread.run_sync(eventually, lambda: "rekindle tuning" not in names())
         del run
-        gc.collect()
-        assert sum(array.nbytes for array in jax.live_arrays()) <= before + 256, "but for scalars that JAX keeps"
-        assert not [thread for thread in threading.enumerate() if thread.name == "rekindle tuning"]
+        await session.generate(ids, max_tokens=1)  # the device has another job than the training's last one
+
+        def nothing_left() -> bool:
+            gc.collect()
+            return sum(array.nbytes for array in jax.live_arrays()) <= before + 256  # scalars that JAX keeps
+
+        await anyio.to_thread.run_sync(eventually, nothing_left)
         session.check_integrity()
 
 
@@ -108,18 +117,41 @@ async def test_a_caller_that_leaves_ends_the_training() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_training_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("within", ["a batch", "the optimiser's program"])
+async def test_a_training_that_was_cut_off_goes_on_where_it_was(
+    within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same numbers come out as without the break; other data, or another rank, begin anew."""
     options: dict[str, Any] = {**LEARN, "every": 4}
     async with opening(precompile="lazy") as session:
         whole = session.tune("mine", PAIRS, **options)
         await whole
-    async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
-        run = session.tune("mine", PAIRS, **options)
-        await anyio.to_thread.run_sync(eventually, after(run, 6))
-        run.cancel()
-        steps = (await run).steps
-        assert 6 <= steps < STEPS
+    task, update, runs = TrainingRun._task, Trainer.update, list[TrainingRun]()
+
+    def cut_task(self: TrainingRun, step: int, *rest: Any) -> Any:
+        runs.append(self)
+        if step == 6 and within == "a batch":
+            self.cancel()
+        return task(self, step, *rest)
+
+    def cut_update(self: Trainer, rate: float) -> Any:
+        taken = self._update
+
+        def cancelled(*operands: Any) -> Any:
+            if len(runs) == 7 and within != "a batch":
+                runs[-1].cancel()
+            return taken(*operands)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(self, "_update", cancelled)
+            return (yield from update(self, rate))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingRun, "_task", cut_task)
+        patched.setattr(Trainer, "update", cut_update)
+        async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
+            steps = (await session.tune("mine", PAIRS, **options)).steps
+            assert steps == (6 if within == "a batch" else 7)
     async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
         other = session.tune("mine", PAIRS[:2], **options)
         other.cancel()
@@ -130,6 +162,37 @@ async def test_a_training_that_was_cut_off_goes_on_where_it_was(tmp_path: Path) 
         assert [step.loss for step in run.history] == [step.loss for step in whole.history]
         assert f"resumed after {steps}" in repr(run)
         assert (await session.tune("mine", PAIRS, **options)).resumed_at == 0, "one that has ended begins anew"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_probe_goes_on_in_another_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"rank": 1, "steps": 4, "every": 2, "probe": "The sky is"}
+    task = TrainingRun._task
+
+    def cut(self: TrainingRun, step: int, *rest: Any) -> Any:
+        if step == 3:
+            self.cancel()
+        return task(self, step, *rest)
+
+    for resumed, steps in (0, 3), (3, 4):
+        with monkeypatch.context() as patched:
+            if not resumed:
+                patched.setattr(TrainingRun, "_task", cut)
+            async with await rekindle.open("tiny", **TINY, cache_dir=str(tmp_path)) as session:
+                run = session.tune("mine", [("The sky is", " red.")], **options)
+                report = await run
+                assert (report.resumed_at, report.steps) == (resumed, steps)
+                assert run.probes[0].step == resumed or not resumed
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_two_answers_to_one_prompt_are_no_pair() -> None:
+    options: dict[str, Any] = {"loss": "grpo", "generations": 2, "max_tokens": 3, "steps": 2, "rank": 1}
+    async with opening(precompile="lazy") as session:
+        report = await session.tune("mine", PAIRS[0][:1], reward=lambda prompt, text: 1.0, **options)
+        assert report.steps == 2
 
 
 @pytest.mark.anyio

@@ -25,6 +25,7 @@ import harness
 import numpy as np
 
 from rekindle._src.capabilities.captures.request import TAPS
+from rekindle._src.programs.buckets import ProgramVariant
 
 ROWS, PROMPT, NEW, LONG = 16, 12, 64, 128
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
@@ -98,7 +99,7 @@ async def taps(model: str, rounds: int, vectors: int, only: str) -> None:
                 await asyncio.gather(*calls)
 
         programs = session._engine.runner.programs
-        sizes = programs.lattice_for("s", late=False)
+        sizes = programs.lattice_for(ProgramVariant.STEERING, late=False)
         for size in sizes:  # a sweep's first requests compile them, one for each number of rows and tokens that come up
             programs.get(size)
         await sweep(ROWS)
@@ -143,7 +144,7 @@ def pairs(model: str, before: Path, rounds: int) -> None:
 
 async def beside_none(model: str, rounds: int) -> None:
     """Compare a session with one that has no features of taps, in an order that turns."""
-    from rekindle._src.programs import plan
+    from rekindle._src.capabilities.captures import plan
 
     async with opened(model) as tapping:
         plan.tap_features = lambda *_, **__: ()

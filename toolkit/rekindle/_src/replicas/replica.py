@@ -140,8 +140,11 @@ class Replica:
                 group.start_soon(self._begin, box, sent)
 
     async def _begin(self, box: Box, sent: RequestMessage) -> None:
+        beginning = box.beginning.get(sent.id)
+        if beginning is None:  # it was aborted before its turn
+            return
         try:
-            await self._run(box, sent)
+            await self._run(box, sent, beginning)
         except BaseException as error:
             failure = own_failure(error, f"request {sent.id} could not be run by its replica")
             mailbox = box.running.get(sent.id)
@@ -150,13 +153,14 @@ class Replica:
             else:  # the request has a place
                 mailbox.complete_all(failure)
         finally:
-            box.beginning.pop(sent.id, None)
+            if box.beginning.get(sent.id) is beginning:  # and not another request's with the same id
+                del box.beginning[sent.id]
 
-    async def _run(self, box: Box, sent: RequestMessage) -> None:
+    async def _run(self, box: Box, sent: RequestMessage, beginning: Mailbox) -> None:
         client, pages = self._client, sent.pages
         host = client.host
-        request = await self._taken_in(decode(sent, client.front.vocab_size), box)
-        if sent.id not in box.beginning:  # the request was aborted meanwhile
+        request = await self._taken_in(decode(sent, client.front.vocab_size), beginning)
+        if box.beginning.get(sent.id) is not beginning:  # the request was aborted meanwhile
             return
         if not host.limiter.try_enter(1):
             raise QueueFull(f"all {host.limiter.places} places of the replica are taken")
@@ -192,7 +196,7 @@ class Replica:
         else:
             self._pulls.pull_first(request, pages, relay)
 
-    async def _taken_in(self, request: Request, box: Box) -> Request:
+    async def _taken_in(self, request: Request, mailbox: Mailbox) -> Request:
         """Return the request with its extensions on this replica."""
         capabilities, front = self._capabilities, self._client.front
         submission = Submission(
@@ -201,7 +205,7 @@ class Replica:
             token_ids=request.token_ids,
             add_special_tokens=False,
             sampling=request.sampling,
-            mailbox=box.beginning.get(request.id) or Mailbox(1),
+            mailbox=mailbox,
             arrival=request.arrival,
             extensions=request.extensions,
             caller=request.caller,

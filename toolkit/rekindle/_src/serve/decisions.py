@@ -32,6 +32,7 @@ MOST_CHOICES = 255
 MOST_LEVELS = 10
 MOST_OPTIONS = 1_024  # of all questions of a request
 MOST_DOCUMENTS = 1_000
+MOST_TOKENS = 1 << 22  # about, of all prompts of a request: a state or a query is in each of them
 _TEXT = String(maximum=1 << 20)
 _PART = Shape((("type", OneOf(("input_text", "text"))), ("text", String())), ("type", "text"))
 _CONTENT = Either("a text or a list of texts", ((str, String()), (list, Items(_PART, maximum=16_384))))
@@ -95,11 +96,12 @@ async def decisions(exchange: Exchange, fields: dict[str, Any]) -> None:
     for place, entry in enumerate(fields["questions"]):
         asked[str(place)] = question_of(place, entry)
         exchange.names[f"questions[{str(place)!r}]"] = f"questions[{place}]"
-    options = sum(len(entry.get("choices") or entry.get("levels") or "yn") for entry in fields["questions"])
+    options = sum(map(options_of, fields["questions"]))
     if options > MOST_OPTIONS:
         problem = f"have {options:,} options together, more than {MOST_OPTIONS:,}"
         raise wrong("questions", f"{len(asked)} of them", problem, "Send them in parts")
-    tokens = sum(estimate([state, *texts_of(entry)]) for entry in fields["questions"])
+    tokens = sum(options_of(entry) * estimate([state]) + estimate(texts_of(entry)) for entry in fields["questions"])
+    check_tokens("questions", tokens)
     with exchange.takes_on(tokens) as active:
         call = session.decide(state, asked, **_options(fields))
         active.handles.append(call)
@@ -140,6 +142,18 @@ def question_of(place: int, entry: Mapping[str, Any]) -> tuple[str, Any]:
     return text, options
 
 
+def options_of(entry: Mapping[str, Any]) -> int:
+    """Return the number of options that a question's object has; of a predicate, yes and no."""
+    return len(entry.get({"choice": "choices", "score": "levels"}.get(entry["type"], "")) or "yn")
+
+
+def check_tokens(field: str, tokens: int) -> None:
+    """Raise `ApiError` for a request with too many tokens in all of its prompts."""
+    if tokens > MOST_TOKENS:
+        problem = f"make about {tokens:,} tokens of prompts, more than {MOST_TOKENS:,}"
+        raise wrong(field, f"{tokens:,} tokens", problem, "Send them in parts")
+
+
 def texts_of(entry: Mapping[str, Any]) -> list[str]:
     """Return the texts of a question's object."""
     options = [*(entry.get("choices") or ()), *(entry.get("levels") or ())]
@@ -168,7 +182,9 @@ async def rerank(exchange: Exchange, fields: dict[str, Any]) -> None:
     query = fields["query"]
     documents = [one if isinstance(one, str) else one["text"] for one in fields.pop("documents")]
     options = {name: fields[name] for name in ("top_n", "instruction") if name in fields}
-    with exchange.takes_on(estimate(documents) + len(documents) * estimate([query])) as active:
+    tokens = estimate(documents) + len(documents) * estimate([query])
+    check_tokens("documents", tokens)
+    with exchange.takes_on(tokens) as active:
         call = session.rerank(query, documents, **options, **_options(fields))
         active.handles.append(call)
         ranking = await call

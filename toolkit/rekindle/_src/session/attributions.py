@@ -267,10 +267,10 @@ def _corrected(
 
 async def _patched(path: _Path, result: Attribution, count: int) -> tuple[NodeScore, ...]:
     """Return the strongest nodes with the exact change of the number when each alone is patched."""
-    nodes = result.strongest(count)
-    if len(nodes) > MOST_PATCHES:
-        problem = f"are {len(nodes):,} nodes, over {MOST_PATCHES:,}"
+    if count > MOST_PATCHES:
+        problem = f"are {count:,} nodes, over {MOST_PATCHES:,}"
         raise InvalidRequest("exact", "all", problem, "Pass a number of the strongest, or fewer sites in at=…")
+    nodes = result.strongest(count)
     key = PatchKey(path.key)
     index = {public_key(point): place for place, point in enumerate(path.points)}
     rows: list[list[int]] = []

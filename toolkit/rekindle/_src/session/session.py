@@ -478,7 +478,7 @@ class Session(OpenModel, RolloutRequests):
         training between two steps, a tenth of a second at a time, so that streams go on. Each `every` steps the adapter
         is swapped in under its name, the greedy continuation of `probe` is added to `run.probes`, and the training is
         kept: called with the same name, data and options, it goes on there after a kernel was restarted or the training
-        cancelled.
+        cancelled. `probe`, `every`, `reward` and `optimizer` may be others then.
         """
         from rekindle._src.session.tuning import tuning  # a first text needs none of it
 

@@ -84,7 +84,7 @@ class Tuning(Call[TuningReport]):
         return self._run.resumed_at
 
     def cancel(self) -> None:
-        """End it after the program that runs now, from any thread. The adapter of its last whole step stays loaded."""
+        """End it from any thread, after the program or the text in progress. Its last whole step stays loaded."""
         self._run.cancel()
 
     @property
@@ -167,7 +167,7 @@ def tuning(client: Client, requests: RolloutRequests, name: str, data: object, o
         checked,
         LineMaker(client.front.tokenizer, client.front.chat, client.front.vocab_size, longest),
         Trainer(owner, cut, matrices, checked.rank, checked.optimizer),
-        BatchPlan.of(largest, plan.model.vocab_size, checked.batch * unit, 2 if unit == 2 else 1),
+        BatchPlan.of(largest, plan.model.vocab_size, checked.batch * unit, 2 if checked.loss in ("dpo", "ipo") else 1),
         room,
         lambda data: TrainingCheckpoints(client.front.config.cache_folder, name, {**causes, "data": data}),
         quiet=client.front.config.quiet,

@@ -45,4 +45,4 @@ def record(value: Record) -> html.Markup:
     cells = {
         name: html.Markup(html_of(cell)) if isinstance(cell, Record) else cell for name, cell in measured(value).items()
     }
-    return html.block(html.pairs(cells), title=type(value).__name__)
+    return html.block(html.pairs(cells), title=repr(value).partition("(")[0])

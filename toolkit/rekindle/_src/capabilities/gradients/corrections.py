@@ -19,6 +19,9 @@ from rekindle._src.capabilities.captures.tapped import AttentionFacts
 FloatArray = NDArray[np.float32]
 
 
+_EXPONENT = 700.0  # of an exponent: beyond it, float64 is infinite
+
+
 class HeadArrays(NamedTuple):
     """A layer's queries [T, H, D], keys and values [T, K, D], and the derivative [T, H, D] by the heads' outputs."""
 
@@ -44,13 +47,24 @@ def _keys(
     """Return the scores of keys: one key's logits are replaced at a time, in the rows of all later queries."""
     weights = _softmax(logits)
     seen = np.isfinite(logits)
-    # With one logit raised by d, its weight w becomes w·e^d / z and each other one's is divided by z = 1 − w + w·e^d.
-    factor = np.exp(np.subtract(patched, logits, out=np.zeros_like(logits), where=seen))
-    total = 1.0 - weights + weights * factor
+    # With one logit raised by d, its weight w becomes w·e^d / z and each other one's is divided by z, the sum of the
+    # other weights and w·e^d. The others are added up, since 1 − w is 0 where attention is saturated.
+    factor = np.exp(np.minimum(np.subtract(patched, logits, out=np.zeros_like(logits), where=seen), _EXPONENT))
     mean = (weights * rewards).sum(axis=-1, keepdims=True)
-    changes = (mean + weights * (factor - 1.0) * rewards) / total - mean
+    own = weights * factor
+    total = _others(weights) + own
+    weighed = _others(weights * rewards) + own * rewards
+    changes = np.divide(weighed, total, out=np.broadcast_to(mean, total.shape).copy(), where=total > 0.0) - mean
     by_head = np.where(seen, changes, 0.0).sum(axis=1)  # [H, T]
     return by_head.reshape(-1, group, by_head.shape[-1]).sum(axis=1).T.astype(np.float32)
+
+
+def _others(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the sums of all other values along the last axis, without a subtraction."""
+    zero = np.zeros_like(values[..., :1])
+    before = np.concatenate([zero, values[..., :-1].cumsum(axis=-1)], axis=-1)
+    after = np.concatenate([values[..., :0:-1].cumsum(axis=-1)[..., ::-1], zero], axis=-1)
+    return before + after
 
 
 def _logits(q: FloatArray, k: FloatArray, spec: AttentionFacts) -> NDArray[np.float64]:

@@ -125,7 +125,7 @@ class LineMaker:
         return line
 
     def _too_long(self, field: str, count: int) -> None:
-        fix = f"Cut it in parts, or pass max_length={count}"
+        fix = "Cut it in parts, or raise it, up to the positions that the model has"
         raise InvalidRequest(field, words.count(count, "token"), f"are over max_length={self._longest}", fix)
 
     def _encode(self, text: str, *, special: bool = True) -> list[int]:

@@ -49,6 +49,8 @@ class TuningPrograms(Owner):
         `operands` are arrays or shapes. Names say everything that decides on a program, in addition to the model.
         """
         with self._lock:
+            if not stored:  # its name does not say everything
+                return self._made(name, function, operands, donated, stored=False)
             program = self._programs.pop(name, None) or self._made(name, function, operands, donated, stored=stored)
             self._programs[name] = program
             if len(self._programs) > MOST_PROGRAMS:

@@ -133,6 +133,6 @@ class TuneOptions:
 
     @property
     def causes(self) -> list[str]:
-        """The options in a training's key: another value begins a new training."""
+        """The options in a training's key: another value of one of them begins a new training."""
         left_out = ("probe", "every", "reward", "optimizer")  # functions have no lasting name
         return [f"{name}={value!r}" for name, value in vars(self).items() if name not in left_out]

@@ -221,7 +221,7 @@ class TrainingRun:
         count = len(lines) // unit
         order = order_of(count, min(options.batch, count), options.seed)
         failures = 0
-        if options.loss == "grpo":
+        if options.loss == "grpo" or self.history:
             self._room.put(self._trainer.adapter(self.name))
         for step in range(options.steps):
             chosen = next(order)
@@ -257,14 +257,14 @@ class TrainingRun:
             self._keep(kept)
 
     def _keep(self, kept: TrainingCheckpoints) -> None:
-        """Swap the adapter in as it is, and keep the state of the training."""
+        """Keep the state of the training, and swap the adapter in as it is."""
         if not self.history:
             return
-        self._room.put(self._trainer.adapter(self.name))
         try:
             kept.save(self._trainer.state(), [dataclasses.astuple(one) for one in self.history])
         except OSError as error:
             log.warning("the state of tuning %s is not kept: %s", self.name, error)
+        self._room.put(self._trainer.adapter(self.name))
 
     def _probe(self) -> None:
         if self.options.probe is not None and self.history:

@@ -196,7 +196,7 @@ class Trainer:
         numbers = jax.ShapeDtypeStruct((self.parameters,), np.float32)
         moments = jax.eval_shape(self._optimizer.init, numbers)
         operands = numbers, tuple(jax.tree.leaves(moments)), self._shapes(), jax.ShapeDtypeStruct((), np.float32)
-        name = f"{self._name} update {id(self._optimizer) if self._own else ''}"
+        name = f"{self._name} update"
         function = self._updating(jax.tree.structure(moments))
         self._update = self._owner.program(name, function, operands, (0, 1, 2), stored=not self._own)
 
@@ -259,11 +259,11 @@ class Trainer:
     def update(self, rate: float) -> Generator[None, None, tuple[float, bool]]:
         """Take a step with the gradients so far. Return their norm, and whether it was finite."""
         assert self._update is not None, "prepared"
+        yield  # nothing may stop the training between the step and its record
         self._numbers, self._moments, self._pairs, self._sums, norm = self._update(
             self._numbers, self._moments, self._sums, np.float32(rate)
         )
         length = float(norm)
-        yield
         return length, bool(np.isfinite(length))
 
     def _outer(self, leaves: Sequence[jax.Array]) -> tuple[Any, ...]:

@@ -60,7 +60,9 @@ class Deciding(Call[T]):
         """The state of its first request that has not ended."""
         handles = self._asking.handles
         running = next((one for one in handles if not one.done), None)
-        return Status.FINISHED if self.done else Status.QUEUED if running is None else running.status
+        if running is not None:
+            return running.status
+        return Status.FINISHED if self.done else Status.ABORTED if self._asking.cancelled else Status.QUEUED
 
     @property
     def usage(self) -> Usage:
@@ -113,7 +115,7 @@ class Asking:
         self._session, self._host, self._front, self._questions = session, host, front, questions
         self._sampling = Sampling(max_tokens=0, prompt_logprobs=_LIKELY, **sampling)
         self._answers: list[OptionScores] | None = None
-        self._cancelled = False
+        self.cancelled: bool = False
         self.handles: list[Handle[Completion]] = []
 
     @property
@@ -123,23 +125,29 @@ class Asking:
 
     def cancel(self) -> None:
         """Abort the requests that have not ended."""
-        self._cancelled = True
+        self.cancelled = True
         for handle in self.handles:
             handle.cancel()
 
     async def answers(self) -> list[OptionScores]:
         """Return the scores of each question's options."""
         if self._answers is None:
-            asked = await apart(self._encode)
-            await self._run([(one, read) for one in asked for read in first_reads(one.encoded)])
-            await self._run([(one, read) for one in asked for read in later_reads(one.encoded, one.logprobs)])
+            if self.cancelled:
+                raise RequestAborted("the questions were cancelled, or one of them failed")
+            try:
+                asked = await apart(self._encode)
+                await self._run([(one, read) for one in asked for read in first_reads(one.encoded)])
+                await self._run([(one, read) for one in asked for read in later_reads(one.encoded, one.logprobs)])
+            except BaseException:
+                self.cancel()
+                raise
             self._answers = [one.answer() for one in asked]
         return self._answers
 
     def _encode(self) -> list[_OpenQuestion]:
         reader, asked = OptionReader(self._front), []
         for messages, options in self._questions:
-            if self._cancelled:
+            if self.cancelled:
                 raise RequestAborted("the questions were cancelled")
             prompt, is_chat = reader.prompt(messages)
             asked.append(_OpenQuestion(reader.tokens(prompt, options, is_chat=is_chat)))
@@ -151,7 +159,7 @@ class Asking:
         handles = [self._handle(one, read) for one, read in reads]
         self.handles += handles
         batch = Batch(handles, progress=texts_shown(self._front))
-        if self._cancelled:
+        if self.cancelled:
             batch.cancel()
         for (one, read), done in zip(reads, await batch, strict=True):
             one.results.append(done)
@@ -192,7 +200,7 @@ def decide(
         for _ in states:
             row = Decisions()
             for question in asked:
-                calibration = calibration_of(kept, question, instructions, calibrated)
+                calibration = kept.get(_key(question, instructions, sampling)) if calibrated else None
                 row[question.name] = decision_of(question, *next(read), calibration)
             decided.append(row)
         if not many:
@@ -219,25 +227,20 @@ def calibrate(
         fitted = Calibrations()
         for column, question in enumerate(asked):
             read = [answer.logprobs for answer in answers[column :: len(asked)]]
-            fitted[question.name] = kept[_key(question, instructions)] = fit(read, places[column])
+            fitted[question.name] = kept[_key(question, instructions, sampling)] = fit(read, places[column])
         return fitted
 
     return Deciding(Asking(session, host, front, asks_of(texts, asked, instructions), sampling), finish, "calibrate")
 
 
-def calibration_of(kept: Kept, question: Question, instructions: str | None, calibrated: bool) -> Calibration | None:
-    """Return the calibration that a question has in a session; None if it has none, or if none is wanted."""
-    return kept.get(_key(question, instructions)) if calibrated else None
-
-
-def _key(question: Question, instructions: str | None) -> tuple[Any, ...]:
-    return (*question.key, instructions)
+def _key(question: Question, instructions: str | None, sampling: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (*question.key, instructions, repr(sampling["adapter"]))
 
 
 def states_of(state: Any) -> tuple[list[Any], bool]:
     """Return the states, and True if they came as a list or a column."""
-    column = from_column(state)
-    if hasattr(column, "tolist"):
+    column: Any = from_column(state)
+    if getattr(column, "ndim", 0):
         return column.tolist(), True
     return ([*state], True) if isinstance(state, list | tuple) else ([state], False)
 
@@ -252,12 +255,14 @@ def _right(question: Question, expected: Any, rows: int) -> list[int]:
         raise InvalidRequest("expected", expected, f"has no column {question.name!r}", fix) from None
     if len(values) != rows:
         raise InvalidRequest(field, f"{len(values):,} answers", f"are not {rows:,}, as many as states", "Pass one each")
-    places = {option.value: place for place, option in enumerate(question.options)}
+    places = list[int]()
     for value in values:
-        if value not in places:
+        place = next((at for at, option in enumerate(question.options) if option.value == value), None)
+        if place is None:
             known = ", ".join(_written(question)[:6])
             raise InvalidRequest(field, value, "is no option of this question", f"Pass one of {known}")
-    return [places[value] for value in values]
+        places.append(place)
+    return places
 
 
 def _written(question: Question) -> list[str]:

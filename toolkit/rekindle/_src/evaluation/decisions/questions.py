@@ -52,7 +52,7 @@ class Question:
     @property
     def key(self) -> tuple[str, tuple[str, ...]]:
         """A value that two questions share if a calibration of one holds for the other."""
-        return self.text, tuple(option.line for option in self.options)
+        return self.prompt, tuple(option.line for option in self.options)
 
 
 def questions_of(questions: object) -> list[Question]:
@@ -113,6 +113,11 @@ def choice(field: str, name: str, text: str, options: Iterable[AnswerOption]) ->
     if not 2 <= len(options) <= MAX_OPTIONS:
         problem = f"has {words.count(len(options), 'option')}"
         raise InvalidRequest(field, [option.text for option in options[:4]], problem, f"Give it 2 to {MAX_OPTIONS}")
+    try:
+        distinct = len({option.value for option in options}) == len(options)
+    except TypeError:
+        problem = "has an option that can't be a key"
+        raise InvalidRequest(field, [option.text for option in options[:4]], problem, _KINDS) from None
     seen = set[str]()
     for option in options:
         if not option.text.strip() or option.text != option.text.strip() or "\n" in option.text:
@@ -121,13 +126,16 @@ def choice(field: str, name: str, text: str, options: Iterable[AnswerOption]) ->
         if option.text in seen:
             raise InvalidRequest(field, option.text, "is there twice", "Name each option once")
         seen.add(option.text)
+    if not distinct:
+        problem = "has options that are equal in Python, such as 1 and True"
+        raise InvalidRequest(field, [option.text for option in options[:4]], problem, "Name each option once")
     return Question(name, text, options, "Answer with one of these only, exactly as it is written.")
 
 
 def _numbers(field: str, name: str, text: str, numbers: range) -> Question:
-    if not 2 <= len(numbers) <= MAX_OPTIONS:
+    if not 2 <= len(numbers[: MAX_OPTIONS + 1]) <= MAX_OPTIONS:  # the length of a range may be no int of C's
         fix = f"Give it 2 to {MAX_OPTIONS}, such as range(1, 6)"
-        raise InvalidRequest(field, numbers, f"has {words.count(len(numbers), 'number')}", fix)
+        raise InvalidRequest(field, numbers, "has too few or too many numbers", fix)
     options = tuple(AnswerOption(number, str(number)) for number in numbers)
     reply = f"Answer with a number from {numbers[0]} to {numbers[-1]} only."
     return Question(name, text, options, reply, listed=abs(numbers.step) != 1, ordered=True)

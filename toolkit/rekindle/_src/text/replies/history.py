@@ -25,8 +25,8 @@ from rekindle._src.text.replies.format import ReplyPlan
 
 MAX_KEPT = 512  # replies
 MAX_TOKENS = 1 << 20  # of all of them
-LONGEST = 1 << 15  # tokens of one
 MOST_COMPARED = 1 << 14  # tokens of a prompt's replies that are read anew, while a session's loop waits
+LONGEST = MOST_COMPARED  # tokens of one: a longer one could not be compared
 _PER_PROMPT = 4  # latest replies to one prompt
 _SPARE = 256  # tokens by which a template's spelling may be longer
 _ENDING = 64  # tokens of a prompt that say how its reply begins
