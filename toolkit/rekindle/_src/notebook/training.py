@@ -19,7 +19,7 @@ class TrainingLike(TuningLike, Protocol):
 class TrainingView(Live):
     """The loss of a training and the texts of its probe. "stop" ends the training and keeps its last whole step."""
 
-    interval = 0.5
+    interval: float = 0.5
 
     def __init__(self, run: TrainingLike) -> None:
         super().__init__(button("cancel", "stop", title="End the training: its last whole step stays loaded."))
