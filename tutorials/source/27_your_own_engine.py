@@ -318,7 +318,7 @@ assert mine == expected, "step 3 says what rekindle says"
 # The batch keeps `context` positions for each row, however short its text is. Pages end that waste (page 09): the cache is `P` pages of `PAGE` tokens, and a
 # table says which of them a text has. Position $t$ of a text is
 #
-# $$\mathrm{page} = \mathrm{table}[\lfloor t / \mathrm{PAGE} \rfloor], \qquad \mathrm{offset} = t \bmod \mathrm{PAGE}$$
+# $$\mathrm{page} = \mathrm{table}[\lfloor t / \mathrm{PAGE} \rfloor], \qquad \mathrm{offset} = t \ \mathrm{mod}\ \mathrm{PAGE}$$
 #
 # A text takes the pages of its whole length when it enters and gives them back when it leaves. If too few are free, it waits. (rekindle takes pages as a text
 # grows, and moves one out if none is left.) Page 0 belongs to no text: padding is written there.
