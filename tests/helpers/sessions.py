@@ -100,7 +100,7 @@ def fake_front(config: EngineConfig = CONFIG, **options: Any) -> Front:
 
 
 def engine_of(session: Session) -> Any:
-    """The engine of a session: its scheduler, its device, and its runner, of which a fake one remembers all plans."""
+    """Return the engine of a session, with its scheduler, device and runner."""
     return session._engine
 
 
@@ -110,7 +110,7 @@ def writer_of(session: Session) -> Any:
 
 
 def front_of(session: Session) -> Any:
-    """What a session knows of its model: the tokenizer, the template of chats, the capabilities."""
+    """Return the front of a session, with its tokenizer, chat template and capabilities."""
     return session._front
 
 

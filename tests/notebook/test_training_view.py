@@ -32,7 +32,7 @@ def steps(losses: list[float], **more: Any) -> tuple[TuningStep, ...]:
 
 
 def test_a_training_has_a_curve_of_all_its_steps() -> None:
-    """It reaches as far as there are steps, and leaves out what is no number."""
+    """The curve ends with the last step, and leaves out steps with a loss that is not finite."""
     run = Run(steps([4.0, math.nan, 2.0, 1.0]), (TuningProbe(4, "<script>alert('x')</script>"),))
     shown = str(tuning(run))
     assert "<script" not in shown and "<b>mine" not in shown and "alert(" in shown
