@@ -14,7 +14,7 @@ from rekindle._src.views.tuning import averaged, sparkline, tuning
 
 @dataclasses.dataclass
 class Run:
-    """What a view sees of a training."""
+    """A training, as a view reads it."""
 
     history: tuple[TuningStep, ...] = ()
     probes: tuple[TuningProbe, ...] = ()

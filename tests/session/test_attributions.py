@@ -42,7 +42,7 @@ def relative(found: Any, expected: Any) -> float:
 
 @pytest.mark.anyio
 async def test_gradients_times_inputs() -> None:
-    """Of a site with heads, each head has the part of its own. A session's captures are the inputs."""
+    """Each head of a site is scored by its own part of the array. The inputs come from captures."""
     async with opening(precompile="lazy") as session:
         a = await session.attribute(IDS, of=OF, method="gradient_x_input", at={"v": 0, "mlp": [LAST]})
         g = await session.gradients(IDS, of=OF, at={"v": 0, "mlp": LAST})

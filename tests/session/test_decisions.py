@@ -1,4 +1,4 @@
-"""`session.decide`, `calibrate` and `rerank`: probabilities of answers are those that `score` gives to their texts."""
+"""`session.decide`, `calibrate` and `rerank`: an answer has the probability that `score` gives to its text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def session() -> Iterator[Session]:
 
 
 async def scored(session: Session, messages: list[dict[str, str]], options: list[str]) -> list[float]:
-    """Return what `score` says of options after the prompt of a chat, as token ids."""
+    """Return the log-probabilities of options after the prompt of a chat, by `score` of token ids."""
     prompt = session.chat_tokens(messages)
     texts = [session.tokenizer.encode(option, add_special_tokens=False) for option in options]
     return [one.logprob for one in await session.score(prompt, texts)]

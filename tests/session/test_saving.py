@@ -46,7 +46,7 @@ def test_the_list_is_written_before_programs_are_made(tmp_path: Path, monkeypatc
 async def test_a_save_that_is_asked_for_as_the_session_closes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It found the session open, and the writer's thread gone: nobody answered it."""
+    """The session is open when the save begins, and the writer's thread has ended when its job comes."""
     submit = CacheWriter.submit
 
     def late(self: CacheWriter, job: Callable[[], Any]) -> Any:

@@ -181,7 +181,7 @@ def restored(count: int) -> Callable[[], object]:
 
 
 def parameters(count: int) -> Callable[[], object]:
-    """Parameters of a tool that has to be called, each of which refers to more schemas than are looked at."""
+    """Return parameters of a required tool; each refers to more schemas than the bound permits."""
     from rekindle._src.text.replies.call_grammar import call_grammar
     from rekindle._src.text.replies.families import SYNTAXES
 
