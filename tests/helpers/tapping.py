@@ -93,3 +93,11 @@ def difference(found: NDArray[np.float32], expected: NDArray[np.float32]) -> flo
     """Return the largest difference, in standard deviations of the expected values."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     return float(np.abs(found - expected).max() / expected.std())
+
+
+def relative(found: Any, expected: Any) -> float:
+    """Return the largest difference, compared with the largest number."""
+    expected = np.asarray(expected)
+    scale = float(np.abs(expected).max())
+    assert scale > 0
+    return float(np.abs(np.asarray(found) - expected).max()) / scale

@@ -18,6 +18,7 @@ from golden.make import PROMPT
 from helpers import checkpoints
 from helpers.sessions import eventually
 from helpers.small import MODEL, OPTIONS, opening, plain, prompt
+from helpers.tapping import relative
 from rekindle._src.capabilities.gradients.corrections import HeadArrays, corrected
 from rekindle._src.capabilities.gradients.owner import GRADIENTS
 from rekindle._src.evaluation.attribution import Attribution
@@ -30,14 +31,6 @@ IDS = prompt(3, 11)
 SOURCE = [*IDS[:4], 9, *IDS[5:]]  # another token at position 4
 OF = rekindle.logit_difference(5, 7)
 LAST = MODEL.config.num_layers - 1
-
-
-def relative(found: Any, expected: Any) -> float:
-    """The largest difference, compared with the largest number."""
-    expected = np.asarray(expected)
-    scale = float(np.abs(expected).max())
-    assert scale > 0
-    return float(np.abs(np.asarray(found) - expected).max()) / scale
 
 
 @pytest.mark.anyio

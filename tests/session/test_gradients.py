@@ -15,6 +15,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.sessions import eventually
 from helpers.small import MODEL, opening, plain, prompt
+from helpers.tapping import relative
 from rekindle import Steer
 from rekindle._src.capabilities.gradients.owner import GRADIENTS
 from rekindle._src.capabilities.gradients.request import Point, ResolvedObjective
@@ -30,14 +31,6 @@ from rekindle.errors import InvalidRequest
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 IDS = prompt(3, 11)
 LAST = MODEL.config.num_layers - 1
-
-
-def relative(found: Any, expected: Any) -> float:
-    """The largest difference, compared with the largest number."""
-    expected = np.asarray(expected)
-    scale = float(np.abs(expected).max())
-    assert scale > 0
-    return float(np.abs(np.asarray(found) - expected).max()) / scale
 
 
 @pytest.mark.anyio
