@@ -119,6 +119,26 @@ def test_the_command_lists_sections_and_refuses_unknown_ones() -> None:
     assert refused.returncode == 2 and "no section is called soap. There are: lint, types" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("run", "word"),
+    [
+        ("echo '= 3 passed, 1 skipped in 0.20s ='", "passed"),
+        ("echo '= 4 skipped in 0.02s ='", "skipped"),
+        ("echo '= 4 skipped in 0.02s ='; echo '= 2 skipped, 7 passed in 81.10s (0:01:21) ='", "passed"),
+        ("echo '4 skipped, 9 deselected in 0.02s'", "skipped"),
+        ("mypy() { :; }; mypy", "passed"),
+        ("echo '= 1 passed in 0.20s ='; false", "FAILED"),
+    ],
+)
+def test_a_section_that_ran_no_test_is_not_called_passed(
+    run: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = deep()
+    monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(module, "SECTIONS", {"soap": {"about": "nothing", "run": run}})
+    assert module.run(Path(sys.executable), "soap", kept=True).word == word
+
+
 def test_no_default_test_reads_a_clock_that_may_refuse_a_change() -> None:
     """Bounds in seconds are marked `clock`, or use `within`: see tests/README.md."""
     reading = set()
