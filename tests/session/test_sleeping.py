@@ -16,7 +16,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import engine_of, wait_until_idle, writer_of
-from helpers.small import MODEL, PAGE, opening, plain, prompt
+from helpers.small import MODEL, PAGE, TINY, opening, plain, prompt
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 from rekindle.models import merge
@@ -61,6 +61,19 @@ async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path:
         assert (await session.generate(ids, max_tokens=12)).token_ids == want
         assert session.stats().compilations == compiled
         wait_until_idle(session)
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_matrices_in_groups_of_a_file_are_read_again_as_they_were(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    rekindle.models.export("tiny", file, type="q4_0")
+    options = {name: value for name, value in TINY.items() if name != "dtype"}
+    async with rekindle.open(file, **options) as session:
+        assert "in the groups of the checkpoint" in session.weights
+        want = (await session.generate("Once", max_tokens=6)).token_ids
+        await session.sleep(weights="drop")
+        await session.wake()
+        assert (await session.generate("Once", max_tokens=6)).token_ids == want
 
 
 @pytest.mark.thorough

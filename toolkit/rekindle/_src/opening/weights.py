@@ -37,8 +37,12 @@ if TYPE_CHECKING:
     AnyWeights = LoadedModel | nnx.Module | nnx.State | Mapping[str, Any]
 
 
-def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> LoadedModel:
-    """Return `model` with other weights on its devices. A folder or hub id is read."""
+def replacement(model: LoadedModel, weights: Any, config: EngineConfig, form: WeightForm | None = None) -> LoadedModel:
+    """Return `model` with other weights on its devices. A folder or hub id is read.
+
+    With the `form` in which a checkpoint was read before, the same weights are read again: from the cache if it has
+    them.
+    """
     unpacks = not unpacked_in_products(model.graph)
     if not isinstance(weights, str | Path):
         if unpacks and isinstance(weights, LoadedModel):
@@ -46,7 +50,10 @@ def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> Loade
         return replace_weights(model, weights)
     own_head = model.config.draft_head is not None
     description = describe(
-        look(tiny.located(weights), drafts=own_head), WeightForm(config.dtype, config.quantize), unpack=unpacks
+        look(tiny.located(weights), drafts=own_head),
+        form or WeightForm(config.dtype, config.quantize),
+        cache_dir=None if form is None else config.cache_folder,
+        unpack=unpacks,
     )
     if not model.placement.divided:
         return replace_weights(model, read(description))
@@ -125,10 +132,17 @@ class Weights:
     """The weights in use. Weights that were read here are freed when they are replaced or the session ends."""
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig, *, owned: bool, others: OtherProcesses | None = None
+        self,
+        model: LoadedModel,
+        config: EngineConfig,
+        *,
+        owned: bool,
+        others: OtherProcesses | None = None,
+        form: WeightForm | None = None,
     ) -> None:
-        """`config` is resolved. Without `owned` the arrays are the caller's."""
+        """`config` is resolved. Without `owned` the arrays are the caller's. A checkpoint was read in `form`."""
         self.model, self._config, self._owned, self._others = model, config, owned, others or OtherProcesses()
+        self._form = form
         self._from_folder = owned  # they can be read again
         self._change: Callable[[LoadedModel], LoadedModel] | None = None  # made to all weights
         self._arrays: deque[tuple[dict[str, weakref.ref[Any]], str]] = deque(maxlen=8)  # of callers, and fingerprints
@@ -149,7 +163,8 @@ class Weights:
         `brought` returns weights of the cache that were brought into memory before.
         """
         model = source.load(plan.placement.of(source.graph), progress, brought)
-        return cls(model, plan.config, owned=not source.lends(model), others=others)
+        form = None if source.checkpoint is None else source.checkpoint.form
+        return cls(model, plan.config, owned=not source.lends(model), others=others, form=form)
 
     @property
     def changed(self) -> bool:
@@ -188,6 +203,7 @@ class Weights:
     def _take(self, model: LoadedModel, weights: Any) -> None:
         from_source = isinstance(weights, str | Path)
         self.model, self._owned, self._from_folder = model, from_source or model.placement.divided, from_source
+        self._form = None  # that of the running model's arrays
 
     def sleep(self, drop: bool) -> int:
         """Keep the weights in host memory alone, or `drop` them. Return the bytes of device memory that this gave back.
@@ -218,7 +234,7 @@ class Weights:
             self._take(self._replacement(weights), weights)
         elif self._owned:
             if any(leaf is None for leaf in kept):
-                again = self._replacement(str(model.folder))
+                again = self._replacement(str(model.folder), self._form)
                 if again.fingerprint != model.fingerprint:
                     raise CheckpointError(
                         f"{model.folder} holds other weights than before. Pass wake(weights=…) to use them."
@@ -237,9 +253,9 @@ class Weights:
         if self._owned:
             delete(self.model)
 
-    def _replacement(self, weights: Any) -> LoadedModel:
+    def _replacement(self, weights: Any, form: WeightForm | None = None) -> LoadedModel:
         """Return the model with other weights, changed as those before."""
-        model = replacement(self.model, weights, self._config)
+        model = replacement(self.model, weights, self._config, form)
         if not isinstance(weights, LoadedModel | str | Path):
             model = dataclasses.replace(model, fingerprint=self._fingerprint(weights, model.fingerprint))
         return model if self._change is None else self._change(model)
