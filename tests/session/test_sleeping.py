@@ -18,7 +18,7 @@ from helpers.driving import tiny_model
 from helpers.sessions import engine_of, wait_until_idle, writer_of
 from helpers.small import MODEL, PAGE, TINY, opening, plain, prompt
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
-from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
+from rekindle.errors import CheckpointError, InvalidRequest, RekindleError, RequestFailed
 from rekindle.models import merge
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
@@ -177,3 +177,64 @@ def _options() -> dict[str, Any]:
     from helpers.small import OPTIONS
 
     return OPTIONS | {"precompile": "lazy"}
+
+
+async def test_a_request_wakes_a_session_that_sleeps_until_one_comes() -> None:
+    """The very task that put it to sleep may await it: nobody has to wake it."""
+    async with opening(precompile="lazy") as session:
+        for _ in range(2):
+            await session.sleep(until="request")
+            assert session.asleep
+            assert (await session.generate(IDS, max_tokens=4)).token_ids == plain(IDS, 4)
+            assert not session.asleep
+        await session.sleep(until="request")
+        assert await session.wake() > 0
+        await session.sleep()  # until wake() again
+        with pytest.raises(RekindleError, match="put it to sleep"):
+            await session.generate(IDS, max_tokens=1)
+        await session.wake()
+        with pytest.raises(InvalidRequest, match="until"):
+            session.sleep(until="tomorrow")  # type: ignore[arg-type]
+        wait_until_idle(session)
+
+
+async def test_requests_that_run_when_it_falls_asleep_wake_it_and_go_on() -> None:
+    async with opening(precompile="lazy") as session:
+        async with anyio.create_task_group() as group:
+            done: list[Any] = []
+
+            async def ask() -> None:
+                done.append(await session.generate(IDS, max_tokens=20))
+
+            stream = session.stream(IDS, max_tokens=20)
+            deltas = aiter(stream)
+            await anext(deltas)
+            group.start_soon(ask)
+            await session.sleep(until="request")
+            rest = [delta async for delta in deltas]
+        assert rest[-1].finish_reason is not None and stream.token_ids == plain(IDS, 20)
+        assert done[0].token_ids == plain(IDS, 20)
+        wait_until_idle(session)
+
+
+async def test_requests_are_told_why_it_could_not_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opening(precompile="lazy") as session:
+        await session.sleep(until="request")
+        device = engine_of(session).device
+
+        def lost(weights: object) -> None:
+            raise CheckpointError("the disk is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "wake", lost)
+            for _ in range(2):  # each request tries
+                with pytest.raises(CheckpointError, match="the disk is gone"):
+                    await session.generate(IDS, max_tokens=4)
+            assert session.asleep
+        assert (await session.generate(IDS, max_tokens=4)).token_ids == plain(IDS, 4)
+        await session.sleep(until="request")
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "wake", lambda weights: 1 // 0)
+            with pytest.raises(RequestFailed, match="could not wake"):
+                await session.generate(IDS, max_tokens=4)
+        wait_until_idle(session)

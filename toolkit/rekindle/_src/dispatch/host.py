@@ -191,6 +191,8 @@ class Host:
         self.program_wait: ProgramWait = ProgramWait()  # replaced by the front's
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
+        # While the session sleeps until a request comes: called on the loop for each that comes; must not raise.
+        self.on_request: Callable[[], object] | None = None
         self._build: Callable[[], Front] | None = build
         self._capabilities = capabilities
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
@@ -252,7 +254,12 @@ class Host:
 
     def submit(self, submission: Submission) -> None:
         """Hand over an admitted submission."""
-        self._post_request(submission.mailbox, lambda dispatch: dispatch.submit(submission))
+        self._post_request(submission.mailbox, lambda dispatch: self._submit(dispatch, submission))
+
+    def _submit(self, dispatch: Dispatch, submission: Submission) -> None:
+        dispatch.submit(submission)
+        if self.on_request is not None:
+            self.on_request()
 
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in, and that has been admitted; see `Dispatch.relay`."""

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+import weakref
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.records import PageMove
-from rekindle._src.dispatch.threads import caller, run_sync
+from rekindle._src.dispatch.backend import Exclusive
+from rekindle._src.dispatch.host import Dispatch
+from rekindle._src.dispatch.threads import OneShot, caller, run_sync
 from rekindle._src.session.client import Client
-from rekindle.errors import InvalidRequest
+from rekindle.errors import InvalidRequest, RekindleError, RequestFailed
+
+log = logging.getLogger("rekindle.engine")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -31,8 +38,15 @@ class SleepReport(Record):
         return self.weights_bytes + self.page_bytes
 
 
-async def sleep(client: Client, session: str, drop: bool) -> SleepReport:
-    """Give the device's memory back until `wake`. `session` is its name for messages."""
+OnRequest = Callable[[], object]
+
+
+async def sleep(client: Client, session: str, drop: bool, on_request: OnRequest | None = None) -> SleepReport:
+    """Give the device's memory back until `wake`. `session` is its name for messages.
+
+    With `on_request`, requests may be awaited by anyone meanwhile. It is called on the session's loop for each request
+    that comes, and once for those that are there already; it sees to it that the session wakes.
+    """
     client.host.check()
     device, scheduler = client.engine.device, client.engine.scheduler
     if not (device.has_weights and device.is_alone):
@@ -57,29 +71,98 @@ async def sleep(client: Client, session: str, drop: bool) -> SleepReport:
     except BaseException:
         client.asleep = False
         raise
-    client.sleeper = caller()
-    client.host.paused_by.append(client.sleeper)
+    if on_request is None:
+        client.sleeper = caller()
+        client.host.paused_by.append(client.sleeper)
+    else:
+        await client.host.call(partial(_answer_requests, client, on_request)).get()
     return SleepReport(freed.weights, freed.pages, len(moves), time.perf_counter() - start)
+
+
+def _answer_requests(client: Client, on_request: OnRequest, dispatch: Dispatch) -> None:
+    """Call `on_request` for each request from now on, and now if requests are there already."""
+    client.host.on_request = on_request
+    if dispatch.mailboxes:
+        on_request()
 
 
 async def wake(client: Client, session: str, weights: Any) -> float:
     """Go on after `sleep`, with other weights unless they are None. Return how many seconds that took."""
     client.host.check()
-    device, scheduler = client.engine.device, client.engine.scheduler
+    device = client.engine.device
     if not client.asleep:
         raise InvalidRequest("session", session, "does not sleep", "Await session.sleep() first")
     start = time.perf_counter()
 
-    def woken(root: bytes | None) -> None:
-        if root is not None:
-            scheduler.flush_cache(root, recompute=True)
+    def bring_back() -> _Woken:
+        if client.asleep:
+            return _Woken(True, device.wake(weights))
+        if weights is not None:
+            fix = "Use swap_weights(weights)"
+            raise InvalidRequest("session", session, "was woken by a request in the meantime", fix)
+        return _Woken(False)
 
-    await client.exclusive(partial(device.wake, weights), woken)
+    await client.exclusive(bring_back, partial(_go_on, client))
+    return time.perf_counter() - start
+
+
+class _Woken(NamedTuple):
+    """How an attempt to wake ended, on the device thread."""
+
+    here: bool  # False if another attempt came first
+    root: bytes | None = None  # of the cache, for other weights
+    error: Exception | None = None
+
+
+def _go_on(client: Client, woken: _Woken) -> None:
+    """Let steps begin again. Called on the session's loop."""
+    if not woken.here:
+        return
+    if woken.root is not None:
+        client.engine.scheduler.flush_cache(woken.root, recompute=True)
+    client.host.on_request = None
     client.asleep = False
     if client.sleeper in client.host.paused_by:
         client.host.paused_by.remove(client.sleeper)
     client.resume()
-    return time.perf_counter() - start
+
+
+class FirstRequest:
+    """Wakes a sleeping session at the first request, as `sleep` calls it.
+
+    If that fails, the requests that wait end with the error, and the next one tries again.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = weakref.ref(client)  # the host holds this object, and must not keep the session open
+
+    def __call__(self) -> None:
+        client = self._client()
+        if client is not None:
+            client.host.on_request = None
+            reply: OneShot[_Woken] = OneShot()
+            client.host.send(Exclusive(partial(self._wake, client), partial(self._woken, client), reply), reply)
+
+    def _wake(self, client: Client) -> _Woken:
+        if not client.asleep:
+            return _Woken(False)
+        try:
+            return _Woken(True, client.engine.device.wake(None))
+        except Exception as error:
+            return _Woken(True, None, error)
+
+    def _woken(self, client: Client, woken: _Woken) -> None:
+        error = woken.error
+        if error is None:
+            _go_on(client, woken)
+            return
+        log.error("a session could not wake for a request: %s", error)
+        failed = error if isinstance(error, RekindleError) else RequestFailed(f"the session could not wake: {error}")
+        client.host.call(partial(self._end_requests, client, failed))
+
+    def _end_requests(self, client: Client, error: RekindleError, dispatch: Dispatch) -> None:
+        dispatch.abort_all(error)
+        client.host.on_request = self
 
 
 S = TypeVar("S")

@@ -567,17 +567,23 @@ class Session(OpenModel, RolloutRequests):
         """True between `sleep` and `wake`."""
         return self._client.asleep
 
-    def sleep(self, *, weights: Literal["host", "drop"] = "host") -> Call[SleepReport]:
+    def sleep(
+        self, *, weights: Literal["host", "drop"] = "host", until: Literal["wake", "request"] = "wake"
+    ) -> Call[SleepReport]:
         """Await it to give the device's memory back until `wake`, so that a trainer can have it. Programs stay.
 
         Weights go to host memory, or are dropped to be read again ("drop", for a folder's weights). Cached pages go to
         the tiers below the device if there are any, and are forgotten otherwise. Requests that run or arrive wait for
-        `wake` and go on then with the tokens they have. Weights that are the caller's own arrays are let go; they are
-        freed when the caller drops them. The result says how much was freed.
+        `wake` and go on then with the tokens they have; with until="request", the first one that arrives wakes the
+        session. Weights that are the caller's own arrays are let go; they are freed when the caller drops them. The
+        result says how much was freed.
         """
         if weights not in ("host", "drop"):
             raise InvalidRequest("weights", weights, "is not known", "Use one of 'host', 'drop'")
-        return Once(pausing.sleep, self._client, repr(self), weights == "drop", name="sleep")
+        if until not in ("wake", "request"):
+            raise InvalidRequest("until", until, "is not known", "Use one of 'wake', 'request'")
+        on_request = pausing.FirstRequest(self._client) if until == "request" else None
+        return Once(pausing.sleep, self._client, repr(self), weights == "drop", on_request, name="sleep")
 
     def wake(self, weights: object = None) -> Call[float]:
         """Await it to go on after `sleep`; the result is how many seconds that took.
