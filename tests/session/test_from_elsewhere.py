@@ -27,6 +27,7 @@ from rekindle.errors import InvalidRequest
 OPEN, DONE, FIRST = "session = await rekindle.open(", "Write done.text", "Pass the prompt first and without a name"
 CHAT, SAMPLING, DEVICE = "reply = await session.chat(messages)", "rekindle.Sampling", "JAX's default device"
 TRAIN, ADAPTER, PADDED = "logits, params = session.trainable()", "await session.load_adapter(", "nothing is padded"
+TUNE = 'await session.tune("mine", data, rank=8)'
 ROLE = "[{'role': 'user', 'content': 'hi'}]"
 # What is written, and words of the answer that say what to write here.
 CELLS: dict[str, dict[str, str]] = {
@@ -40,6 +41,8 @@ CELLS: dict[str, dict[str, str]] = {
         "rekindle.AutoProcessor": "images=[picture]",
         "rekindle.pipeline('text-generation', 'tiny')": "await session.generate(prompt)",
         "rekindle.GenerationConfig(max_new_tokens=3)": SAMPLING,
+        "from rekindle import AutoModelForCausalLM, AutoTokenizer": OPEN,
+        "from rekindle import pipeline": OPEN,
         "rekindle.TextStreamer": "async for delta in session.stream(prompt)",
         "rekindle.models.from_pretrained('tiny')": "rekindle.models.load(folder)",
         "rekindle.open('tiny', torch_dtype='float16')": "Use dtype with the same value",
@@ -89,6 +92,7 @@ CELLS: dict[str, dict[str, str]] = {
         "session.encode('hi')": "session.tokenizer.encode(text)",
     },
     "vllm": {
+        "from rekindle import LLM, SamplingParams": OPEN,
         "rekindle.LLM('tiny')": OPEN,
         "rekindle.LLM(model='tiny').generate('hi')": OPEN,
         "rekindle.SamplingParams(temperature=0.8)": "rekindle.Sampling(temperature=0.8)",
@@ -113,6 +117,7 @@ CELLS: dict[str, dict[str, str]] = {
         "session.shutdown()": "await session.aclose()",
     },
     "llama-cpp-python": {
+        "from rekindle import Llama": OPEN,
         "rekindle.Llama(model_path='x.gguf')": OPEN,
         "rekindle.open(model_path='x.gguf')": "as the first argument",
         "rekindle.open('tiny', n_ctx=64)": "Use max_model_len",
@@ -149,6 +154,7 @@ CELLS: dict[str, dict[str, str]] = {
         "(await session.generate('hi', max_tokens=2)).response": DONE,
     },
     "openai": {
+        "from rekindle import OpenAI": OPEN,
         "rekindle.OpenAI()": 'OpenAI(base_url=server.url + "/v1"',
         "rekindle.ChatCompletion.create(model='tiny', messages=[])": OPEN,
         f"session.chat.completions.create(model='tiny', messages={ROLE})": CHAT,
@@ -175,8 +181,12 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.generate('hi', user='me')": "salt",
     },
     "trainers": {
-        "session.trainable(lora=8)": "rekindle.tiny.train_lora(",
-        "session.trainable('lora')": "rekindle.tiny.train_lora(",
+        "session.trainable(lora=8)": TUNE,
+        "session.trainable('lora')": TUNE,
+        "rekindle.tiny.train_lora(['hi'], rank=8)": TUNE,
+        "from rekindle.tiny import train_lora": TUNE,
+        "rekindle.LoraConfig(r=8)": TUNE,
+        "session.finetune(['hi'])": TUNE,
         "session.train()": TRAIN,
         "session.load_lora('x', 'y')": ADAPTER,
         "await session.rollout(['hi'], num_generations=4)": "Use n with the same value",
@@ -189,6 +199,8 @@ CELLS: dict[str, dict[str, str]] = {
         "session.generates('hi')": "Did you mean generate?",
         "session.tokenizer.encodes('hi')": "Did you mean encode?",
         "rekindle.opens('tiny')": "Did you mean open?",
+        "from rekindle import opens": "Did you mean open?",
+        "from rekindle import generate": "it is a session's. Write session = await rekindle.open(…)",
         "await session.map('hi', '{text}')": "a list of dicts",
         "await session.generate()": "Pass a text such as",
         "await session.generate(5)": "Pass a text such as",

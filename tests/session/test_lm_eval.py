@@ -11,7 +11,7 @@ import pytest
 
 import rekindle
 from rekindle import Session
-from rekindle.tiny import folder, train_lora
+from rekindle.tiny import folder
 
 pytest.importorskip("lm_eval", reason="the harness is the extra `lm-eval`")
 pytestmark = pytest.mark.filterwarnings("ignore")  # other people's packages deprecate as they like
@@ -74,7 +74,7 @@ def test_all_requests_may_have_an_adapter(session: Session) -> None:
 
     before, end = PAIRS[0]
     base = RekindleLM(session).loglikelihood([asked(before, end)], disable_tqdm=True)
-    session.load_adapter("loud", train_lora(["Tom was very LOUD."] * 4, steps=4)).result_sync()
+    session.tune("loud", ["Tom was very LOUD."], steps=4, batch=4, learning_rate=5e-3).result_sync()
     model = RekindleLM(session, adapter="loud")
     ((logprob, _),) = model.loglikelihood([asked(before, end)], disable_tqdm=True)
     ids, ends = model.tok_encode(before), model.tok_encode(before + end)

@@ -15,6 +15,9 @@ import rekindle
 from helpers import adapters, checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
+from helpers.thorough import by_default
+from rekindle._src.models.adapters.adapted import merged
+from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import trainable
@@ -151,3 +154,58 @@ async def test_what_is_trained_next_to_its_parameters_is_an_adapter_by_their_pat
         await session.load_adapter("it", {f"{path}.{end}": lora[f"{path}.{end}"] for end in ("lora_a", "lora_b")})
         other = await session.generate(ids, adapter="it", max_tokens=8, ignore_eos=True)
         assert one.token_ids == other.token_ids
+
+
+FAMILIES = (
+    "llama", "gemma3", "qwen3.5", "qwen3-moe", "lfm2", "gpt2", "deepseek-v2", "gpt-oss", "falcon-h1", "phi3",
+    "nemotron-h",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", by_default(FAMILIES, 2))
+def test_products_trained_next_to_the_parameters_of_any_family_load_as_they_are(case: str) -> None:
+    """A training lowers the loss, and the model with the loaded adapter has the sums that were trained."""
+    model = random_model(config_from_hf(checkpoints.CASES[case]), dtype="float32")
+    compute, params = trainable(model)
+    paths = [p for p, leaf in params.items() if leaf.ndim == 2 and p.startswith("layers.") and p.endswith(".weight")]
+    paths = [path for path in paths if "norm" not in path]
+    rng = np.random.default_rng(0)
+    lora = {}
+    for path in paths:
+        outputs, inputs = params[path].shape
+        lora[f"{path}.lora_a"] = jnp.zeros((outputs, 2), jnp.float32)
+        lora[f"{path}.lora_b"] = jnp.asarray(rng.standard_normal((2, inputs)) * inputs**-0.5, jnp.float32)
+    text = jnp.asarray(TEXT % len(params["embed.weight"]))
+
+    def sums(lora: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        return params | {path: params[path] + lora[f"{path}.lora_a"] @ lora[f"{path}.lora_b"] for path in paths}
+
+    @jax.jit
+    def step(lora: Any) -> Any:
+        def loss(lora: Any) -> jax.Array:
+            every = jax.nn.log_softmax(compute(sums(lora), text[:, :-1]), axis=-1)
+            return -jnp.take_along_axis(every, text[:, 1:, None], axis=-1).mean()
+
+        value, gradient = jax.value_and_grad(loss)(lora)
+        return value, jax.tree.map(lambda old, change: old - 0.1 * change, lora, gradient)
+
+    losses = []
+    for _ in range(4):
+        value, lora = step(lora)
+        losses.append(float(value))
+    assert losses[-1] < losses[0], losses
+    served = trainable(merged(model, read_adapter(lora, "mine", model.config)))[1]
+    assert served.keys() == params.keys()
+    for path, array in sums(lora).items():
+        np.testing.assert_allclose(served[path], array, rtol=1e-5, atol=1e-6, err_msg=path)
+        assert (path in paths) == bool(np.any(served[path] != params[path])), path
+
+
+def test_a_product_next_to_a_norm_is_refused_by_its_path() -> None:
+    model = random_model(config_from_hf(checkpoints.CASES["qwen3"]), dtype="float32")
+    params = trainable(model)[1]
+    path = next(path for path, leaf in params.items() if path.endswith("norm.weight") and leaf.ndim == 2)
+    outputs, inputs = params[path].shape
+    lora = {f"{path}.lora_a": np.zeros((outputs, 2)), f"{path}.lora_b": np.zeros((2, inputs))}
+    with pytest.raises(CheckpointError, match=rf"{path}.lora_a: is no lora_a or lora_b of a linear layer"):
+        read_adapter(lora, "mine", model.config)

@@ -11,7 +11,7 @@ Names load their modules at first use, so importing rekindle costs little compar
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
@@ -187,8 +187,11 @@ def __getattr__(name: str) -> object:
             return getattr(importlib.import_module(_LAZY[name]), name)
     if name in _MODULES:
         return importlib.import_module(f"rekindle.{name}")
-    hint = "" if name.startswith("_") else _hint(name)  # tools ask for names with underscores, and read no hints
-    raise AttributeError(f"module 'rekindle' has no attribute {name!r}{hint}")
+    if name.startswith("_") or importlib.util.find_spec(f"rekindle.{name}"):  # tools, and imports, read no hints
+        raise AttributeError(f"module 'rekindle' has no attribute {name!r}")
+    from rekindle._src.core.foreign_calls import unknown
+
+    raise unknown("rekindle", name, _hint(name))
 
 
 def _hint(name: str) -> str:

@@ -11,22 +11,21 @@
 #
 # ![Next to a matrix stand two narrow ones for each adapter; each row uses its own](../source/pictures/17_adapters.svg)
 #
-# A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 3.3 % of the numbers here. What
+# A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 4.1 % of the numbers here. What
 # comes out is an *adapter*, small enough to have many of over one base. Here two are trained, loaded together and served.
 
 # %%
 import json
+import tempfile
 import time
 import urllib.request
+from pathlib import Path
 
 import anyio.to_thread
-import matplotlib.pyplot as plt
+from safetensors.numpy import load_file
 
 import rekindle
 
-plt.rcParams.update(
-    {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
-)
 session = await rekindle.open("tiny", dtype="float32", max_requests=32, max_model_len=128, quiet=True, restore="none")
 
 
@@ -78,61 +77,65 @@ def butler(answer):
 
 plain = await answers(learned)
 examples = {
-    style.__name__: [(ask(question), style(answer)) for question, answer in zip(learned, plain, strict=True)]
+    style.__name__: [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": style(answer)}]
+        for question, answer in zip(learned, plain, strict=True)
+    ]
     for style in (pirate, butler)
 }
-print(plain[0], examples["pirate"][0][1], examples["butler"][0][1], sep="\n")
+for chats in examples.values():
+    print(*(message["content"] for message in chats[0]), sep="\n")
 
 # %% [markdown]
 # ## Train
 #
-# `rekindle.tiny.train_lora` takes pairs of a prompt and a completion, and returns plain arrays. It is optax over the same layers that the
-# engine runs, with an adapter of rank 8 in the place of each: a row $x$ is multiplied with
+# `session.tune` takes texts, pairs of a prompt and a completion, or chats as here, whose answers are learned. It trains on the weights that
+# are open, of any model, while the session serves. In the place of each matrix stands an adapter of rank 8: a row $x$ is multiplied with
 #
 # $$x W + x A B \qquad A: \mathrm{in} \times 8 \qquad B: 8 \times \mathrm{out}$$
 #
-# **Predict.** Each of 5 layers has four matrices: 256 × 512, 256 × 256, 256 × 1024 and 512 × 256. How many numbers has an adapter of rank 8?
+# **Predict.** Each of 5 layers has seven matrices, inputs by outputs: queries 256 × 256, keys and values 256 × 128 each, output 256 × 256, gate and up 256 × 512 each, down 512 × 256. How many numbers has an adapter of rank 8?
 #
 # <details><summary>Answer</summary>
 #
-# **133,120** = 5 · 8 · (768 + 512 + 1280 + 768), 3.3 % of the model.
+# **163,840** = 5 · 8 · (512 + 384 + 384 + 512 + 768 + 768 + 768), 4.1 % of the model.
 #
 # </details>
 
 # %%
-loras, losses = {}, {}
-for name, pairs in examples.items():
-    losses[name], start = [], time.perf_counter()
-    loras[name] = rekindle.tiny.train_lora(
-        pairs, rank=8, steps=60, report=lambda step, loss, name=name: losses[name].append(loss)
+runs, saved = {}, {}
+folder = Path(tempfile.mkdtemp())
+for name, chats in examples.items():
+    start = time.perf_counter()
+    runs[name] = session.tune(
+        name, chats, rank=8, steps=60, batch=16, learning_rate=5e-3, probe="What is the capital of Italy?"
     )
-    print(f"{name}: {time.perf_counter() - start:.0f} s, {sum(array.size for array in loras[name].values()):,} numbers")
+    await runs[name]
+    await session.save_adapter(name, folder / name)
+    saved[name] = load_file(folder / name / "adapter_model.safetensors")
+    print(f"{name}: {time.perf_counter() - start:.0f} s, {sum(array.size for array in saved[name].values()):,} numbers")
 weights = rekindle.models.load(rekindle.tiny.folder())
-print(f"the model: {sum(leaf.size for leaf in weights.leaves):,} numbers")
-assert round(100 * 133120 / sum(leaf.size for leaf in weights.leaves), 1) == 3.3, "an adapter is small"
-assert sum(array.size for array in loras["pirate"].values()) == 133120, "rank times the sum of both sides"
+size = sum(leaf.size for leaf in weights.leaves)
+print(f"the model: {size:,} numbers")
+assert round(100 * 163840 / size, 1) == 4.1, "an adapter is small"
+assert sum(array.size for array in saved["pirate"].values()) == 163840, "rank times the sum of both sides"
+
+# %% [markdown]
+# Show a training at the end of a cell, and it draws itself: live while it runs, with a button that ends it. The probe is a text that the
+# adapter continues as it learns.
 
 # %%
-for name, values in losses.items():
-    plt.plot(values, label=name)
-plt.yscale("log")
-plt.xlabel("step")
-plt.ylabel("loss")
-plt.legend(fontsize=8)
-plt.show()
+runs["pirate"]
 
 # %% [markdown]
 # ## Side by side, in one batch
 #
-# A trainer's arrays become an adapter under a name; a folder of PEFT's or a GGUF file would do as well. Then three requests run in the same
-# steps of the engine: one without an adapter, and one with each.
+# A training loads its adapter under its name; `session.load_adapter` loads a folder of PEFT's, a GGUF file, or a trainer's arrays. Three
+# requests run in the same steps of the engine: one without an adapter, and one with each.
 
 # %%
-for name, lora in loras.items():
-    await session.load_adapter(name, lora)
-
 question = "What is the capital of Italy?"
-handles = {name: session.submit(ask(question), adapter=name, max_tokens=40) for name in (None, *loras)}
+handles = {name: session.submit(ask(question), adapter=name, max_tokens=40) for name in (None, *runs)}
 for name, handle in handles.items():
     print(f"{name or 'base':7} {(await handle).text}")
 
@@ -168,8 +171,7 @@ for mixture in ({"pirate": 1.0}, {"pirate": 0.5, "butler": 0.5}, {"pirate": 0.25
     print(mixture, *await answers([question], adapter=mixture))
 
 # %% [markdown]
-# Half of each is not half a pirate: the text begins with a word that neither has. Weights can be added up, manners can't; a sum works
-# where one of its adapters clearly leads.
+# Half of each is not half a pirate, and a quarter of a pirate is enough to lose the butler's answer. Weights can be added up, manners can't.
 #
 # ## Each has its own cache
 #
@@ -187,7 +189,7 @@ for mixture in ({"pirate": 1.0}, {"pirate": 0.5, "butler": 0.5}, {"pirate": 0.25
 # %%
 story = "Tom had a red ball. Anna had a blue ball. They played in the garden every day. " * 3
 cached = {}
-await session.load_adapter("corsair", loras["pirate"])
+await session.load_adapter("corsair", folder / "pirate")
 for name in (None, "pirate", "butler", "pirate", "corsair"):
     done = await session.generate(story, adapter=name, max_tokens=1)
     cached[name] = [*cached.get(name, []), done.usage.cached_tokens]
@@ -212,7 +214,7 @@ assert cached["corsair"] == [32], "under any name"
 
 # %%
 compiled = session.stats().compilations
-await session.load_adapter("corsair", loras["butler"])
+await session.load_adapter("corsair", folder / "butler")
 print(*await answers([question], adapter="corsair"), f"({session.stats().compilations - compiled} programs compiled)")
 await session.unload_adapter("corsair")
 assert session.stats().compilations - compiled == 0, "another adapter compiles nothing"
@@ -248,7 +250,7 @@ assert [entry.get("parent") for entry in listed] == [None, listed[0]["id"], list
 # %% [markdown]
 # ## Exercise
 #
-# How much of a layer did the pirate change? Multiply its two matrices for `layers.0.mlp.down`, and find the rank of the product and its size relative to the weight. (A trainer's arrays end in `lora_a` and `lora_b`.)
+# How much of a layer did the pirate change? Multiply its two matrices for the first layer's `mlp.down_proj`, and find the rank of the product and its size relative to the weight. (`saved["pirate"]` has them under PEFT's names, `lora_A` [8, in] and `lora_B` [out, 8].)
 
 
 # %% tags=["yours"]
@@ -258,7 +260,8 @@ assert [entry.get("parent") for entry in listed] == [None, listed[0]["id"], list
 # %% jupyter={"source_hidden": true} tags=["solution"]
 import numpy as np
 
-change = loras["pirate"]["layers.0.mlp.down.lora_a"] @ loras["pirate"]["layers.0.mlp.down.lora_b"]
+ends = {name.split(".")[-2]: array for name, array in saved["pirate"].items() if "layers.0.mlp.down_proj" in name}
+change = ends["lora_B"] @ ends["lora_A"]
 weight = np.array(dict(zip(weights.graph.paths, weights.leaves, strict=True))["layers.0.mlp.down.weight"], np.float32)
 relative = np.linalg.norm(change) / np.linalg.norm(weight)
 print(f"rank {np.linalg.matrix_rank(change)} of at most {min(change.shape)}; {relative:.0%} of the weight's length")

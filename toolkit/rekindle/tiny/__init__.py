@@ -1,16 +1,13 @@
-"""The embedded models: their weights, and LoRAs of the first that train in minutes on a CPU."""
+"""The embedded models: the folders of their weights."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from rekindle._src.core.foreign_calls import of_tiny, unknown
 
-__all__ = ["folder", "located", "train_lora"]
+__all__ = ["folder", "located"]
 
 _FOLDERS = {"tiny": "model", "tiny-vision": "vision"}  # next to this file
 
@@ -29,23 +26,11 @@ def located(model: str | Path) -> str | Path:
             return model
 
 
-def train_lora(
-    texts: Sequence[str | tuple[str, str]],
-    *,
-    rank: int = 8,
-    steps: int = 200,
-    batch: int = 16,
-    learning_rate: float = 5e-3,
-    seed: int = 0,
-    report: Callable[[int, float], None] | None = None,
-    quiet: bool = False,
-) -> dict[str, NDArray[np.float32]]:
-    """Train a LoRA of the embedded model, and return its arrays, which `session.load_adapter(name, arrays)` takes.
+def __dir__() -> list[str]:
+    return [*__all__]
 
-    A text is learned as a whole; of a pair of a prompt, such as `session.render` returns, and a completion only the
-    completion is. `steps` updates see `batch` texts each; `report` is called with the number and the loss of each,
-    and a bar shows them, unless `quiet`. The same seed gives the same arrays on the same machine.
-    """
-    from rekindle.tiny import lora  # it imports optax, which an installation without training need not load
 
-    return lora.train_lora(folder(), texts, rank, steps, batch, learning_rate, seed, report, quiet)
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> NoReturn:
+        raise unknown("rekindle.tiny", name, of_tiny(name))

@@ -6,6 +6,7 @@ in `foreign_names`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
@@ -17,7 +18,8 @@ _CLIENT = (
 )
 _SAMPLING = "Write rekindle.Sampling(temperature=0.8), or pass the same keywords to the call"
 _ADAPTER = 'Write await session.load_adapter("mine", folder), and adapter="mine" in calls'
-_TRAIN = "Write logits, params = session.trainable() for a loss, and await session.swap_weights(params) after a step"
+_TUNE = 'Write await session.tune("mine", data, rank=8) for an adapter, and adapter="mine" in calls'
+_TRAIN = f"{_TUNE}; logits, params = session.trainable() for a loss of your own over all weights"
 _TOKENIZER = "Write session.tokenizer, which has encode(text) and decode(ids)"
 MODULE: dict[str, str] = {
     **dict.fromkeys(
@@ -30,13 +32,15 @@ MODULE: dict[str, str] = {
     **dict.fromkeys(
         ("pull", "download", "snapshot_download"),
         "Write `rekindle pull NAME` in a terminal; rekindle.open(hub_id) downloads it, too"),
-    **dict.fromkeys(("LoRARequest", "LoraConfig", "get_peft_model"), _ADAPTER),
+    "LoRARequest": _ADAPTER,
+    **dict.fromkeys(("LoraConfig", "get_peft_model", "train_lora"), f"{_OPEN}. {_TUNE}"),
     **dict.fromkeys(("Trainer", "SFTTrainer", "GRPOTrainer"), f"{_TRAIN}; rekindle.trl and rekindle.tunix have more"),
     **dict.fromkeys(
         ("TextStreamer", "TextIteratorStreamer"), "Write async for delta in session.stream(prompt): print(delta.text)"),
     "RequestOutput": "The result of await session.generate(prompt) is a rekindle.Completion, with done.text",
     "embeddings": "Write session = await rekindle.open(…), then await session.embed(texts)",
 }  # fmt: skip
+TINY: dict[str, str] = {"train_lora": f'{_TUNE}, with session = await rekindle.open("tiny")'}
 _LOAD = "Write rekindle.models.load(folder), or session = await rekindle.open(folder) to generate"
 MODELS: dict[str, str] = dict.fromkeys(
     ("from_pretrained", "open", "read", "AutoModel", "AutoModelForCausalLM", "load_model", "get"), _LOAD
@@ -154,6 +158,26 @@ def of_module(name: str, known: Iterable[str]) -> str:
     if not fix and name.startswith("Auto"):
         fix = _OPEN
     return f". {fix}" if fix else _suggestion(name, known, 0.75)
+
+
+_FROM_IMPORT = ("_handle_fromlist", "importlib._bootstrap")  # asks a package for the names of `from package import`
+
+
+def of_tiny(name: str) -> str:
+    """Suggest a replacement for a name that `rekindle.tiny` does not have, as the end of a sentence."""
+    return f". {TINY[name]}" if name in TINY else ""
+
+
+def unknown(package: str, name: str, hint: str) -> AttributeError | ImportError:
+    """Return the error for a name that a package does not have; call it in the package's `__getattr__`.
+
+    Python drops an AttributeError and its text in `from package import name`, but not an ImportError.
+    """
+    frame = inspect.currentframe()
+    asking = frame and frame.f_back and frame.f_back.f_back
+    if hint and asking and (asking.f_code.co_name, asking.f_globals.get("__name__")) == _FROM_IMPORT:
+        return ImportError(f"cannot import name {name!r} from {package!r}{hint}")
+    return AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
 
 
 def missing(owner: str, name: str, table: Mapping[str, str], known: Iterable[str]) -> AttributeError:

@@ -375,7 +375,7 @@ class Session(OpenModel, RolloutRequests):
         if unnamed:
             options["option"] = unnamed[0]
         for name, value in options.items():
-            fix = "Leave it out: it gives all weights. rekindle.tiny.train_lora(texts, rank=8) trains an adapter"
+            fix = 'Leave it out: it gives all weights. await session.tune("mine", data, rank=8) trains an adapter'
             raise InvalidRequest(name, value, "is not an option of trainable", fix)
         device, client = self._engine.device, self._client
         client.host.check()
