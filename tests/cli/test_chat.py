@@ -68,10 +68,23 @@ def test_a_full_context_offers_to_drop_the_oldest_turn(
 ) -> None:
     made, long = conversations(monkeypatch), "b" * 300
     prompts = said(monkeypatch, "a" * 200, "short", long, "", "/stats", "/nonsense", "/quit")
-    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert main(["chat", "--max-tokens", "4", "--overflow", "refuse"]) == 0
     assert prompts[3] == "Drop the oldest of 2 turns? [Y/n] "
     assert users(made[0]) == ["short", long]
     assert "leaves no room for a new token" in capsys.readouterr().err
+
+
+def test_a_full_context_goes_on_without_the_oldest_turns_and_says_so(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = conversations(monkeypatch)
+    prompts = said(monkeypatch, "a" * 200, "short", "b" * 300, "c" * 600, "d")
+    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert set(prompts) == {"> "}, "there is nothing to ask"
+    assert users(made[0]) == ["a" * 200, "short", "b" * 300, "d"], "the conversation has all turns"
+    notes = capsys.readouterr().err
+    assert "without the oldest turn: the context is full" in notes or "without the oldest 2 turns" in notes
+    assert notes.count("leaves no room for a new token") == 1, "of the message that alone is too long"
 
 
 def test_the_conversation_is_kept_when_nothing_may_be_dropped(
@@ -79,7 +92,7 @@ def test_the_conversation_is_kept_when_nothing_may_be_dropped(
 ) -> None:
     made = conversations(monkeypatch)
     said(monkeypatch, "a" * 200, "b" * 300, "n", "c", "d", "/undo")
-    assert main(["chat", "--max-tokens", "4"]) == 0
+    assert main(["chat", "--max-tokens", "4", "--overflow", "refuse"]) == 0
     assert users(made[0]) == ["a" * 200, "c"]
     assert "nothing was dropped" in capsys.readouterr().err
 
@@ -126,7 +139,7 @@ def test_an_answer_that_fills_the_context_says_so(
 ) -> None:
     made = conversations(monkeypatch)
     said(monkeypatch, "a" * 380, "y")
-    assert main(["chat", "--max-tokens", "1000"]) == 0
+    assert main(["chat", "--max-tokens", "1000", "--overflow", "refuse"]) == 0
     assert "the context is full, so the answer ends here" in capsys.readouterr().err
     assert users(made[0]) == []
 

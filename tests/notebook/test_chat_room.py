@@ -31,7 +31,7 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture
 def view(session: Session) -> Iterator[ChatView]:
-    made = session.view.chat("Be brief.", max_tokens=8, ignore_eos=True)
+    made = session.view.chat("Be brief.", max_tokens=8, ignore_eos=True, overflow="refuse")
     yield made
     made.stop()
     made.join(10)
@@ -106,6 +106,32 @@ def test_a_button_drops_oldest_turns_until_the_message_has_room(view: ChatView) 
     assert "a" * 50 not in [message["content"] for message in view.messages]
     assert view.widget.value("say") == ""
     eventually(lambda: "forget" not in names(view))
+
+
+def test_a_full_chat_goes_on_without_its_oldest_turns_and_says_so(session: Session) -> None:
+    view = session.view.chat("Be brief.", max_tokens=8, ignore_eos=True)
+    try:
+        for word in ("a", "b", "c", "d"):
+            answered(view, word * 120)
+        assert len(view.messages) == 8, "all of them stay in the conversation"
+        eventually(lambda: "without the oldest" in view.draw())
+        assert "the context is full" in view.draw() and "forget" not in names(view)
+        assert view.handle is not None and view.handle.prompt is not None and "a" * 120 not in view.handle.prompt
+        say(view, MUCH)
+        eventually(lambda: "Not sent: the conversation with this message" in view.picture)
+        assert "forget" not in names(view), "no turn to drop would make room"
+        view.widget.fill("say", "")
+        view.widget.values = {**view.widget.values, "max_tokens": str(MOST)}
+        answered(view, "e" * 50)
+        assert view.stopped.endswith("is full") and view.can_continue and "forget" not in names(view)
+        before = view.answer
+        view.continue_answer(max_tokens=8)
+        assert view.handle is not None
+        view.handle.result_sync()
+        assert len(view.answer_ids) > len(before) // 4 and view.answer.startswith(before) and view.answer != before
+    finally:
+        view.stop()
+        view.join(10)
 
 
 def test_what_was_typed_meanwhile_stays_with_a_refused_message(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:

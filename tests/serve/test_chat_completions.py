@@ -69,6 +69,40 @@ async def test_without_a_limit_the_answer_may_fill_the_context(app: Any) -> None
     assert done["usage"]["total_tokens"] == 512 and done["choices"][0]["finish_reason"] == "length"
 
 
+LONG = [
+    {"role": "system", "content": "Be brief."},
+    *(
+        {"role": role, "content": f"{role} {number} " + "x" * 20}
+        for number in range(20)
+        for role in ("user", "assistant")
+    ),
+    {"role": "user", "content": "And now?"},
+]
+
+
+async def test_a_conversation_longer_than_the_context_is_cut_where_that_is_wanted(app: Any) -> None:
+    """As the API of responses has it: off unless asked for, and the answer counts what was left out."""
+    refused = await post(app, "/v1/chat/completions", {"messages": LONG, "max_tokens": 4})
+    assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
+    refused = await post(app, "/v1/chat/completions", {"messages": LONG, "truncation": "disabled"})
+    assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
+    done = await chat(app, LONG, max_tokens=4, truncation="auto", return_token_ids=True)
+    turns = done["left_out"]["turns"]
+    assert done["left_out"] == {"turns": turns, "messages": 2 * turns, "first": 1} and turns > 5
+    shown = bytes(done["prompt_token_ids"]).decode()
+    assert shown == "".join(f"<{m['role']}>{m['content']}\n" for m in [LONG[0], *LONG[1 + 2 * turns :]]) + "<assistant>"
+    pinned = [LONG[0], {**LONG[1], "pinned": True}, *LONG[2:]]
+    assert "user 0 " in await prompt(app, pinned, truncation="auto") and "user 1 " not in shown
+    body = {"messages": LONG, "temperature": 0, "max_tokens": 4, "truncation": "auto", "stream": True}
+    answer = await post(app, "/v1/chat/completions", body)
+    with_count = [chunk for chunk in answer.events[:-1] if "left_out" in chunk]
+    assert [chunk["left_out"] for chunk in with_count] == [done["left_out"]] and with_count[0] == answer.events[0]
+    short = await chat(app, max_tokens=4, truncation="auto")
+    assert "left_out" not in short
+    wrong = await post(app, "/v1/chat/completions", {"messages": HELLO, "truncation": "middle"})
+    assert wrong.status == 400 and wrong.error["param"] == "truncation"
+
+
 async def test_several_choices(app: Any) -> None:
     done = await chat(app, n=3, max_tokens=5, temperature=1, seed=3)
     texts = [choice["message"]["content"] for choice in done["choices"]]

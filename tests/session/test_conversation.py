@@ -62,7 +62,7 @@ async def test_turns_are_added_once(session: Session) -> None:
 @anyio_test
 async def test_a_message_that_does_not_fit_says_how_to_make_room(session: Session) -> None:
     """The error names `forget` however the turn is read, unless there is no turn to drop."""
-    chat = session.conversation("Be brief.", max_tokens=4)
+    chat = session.conversation("Be brief.", max_tokens=4, overflow="refuse")
     much = "x" * session.config.max_model_len
     with pytest.raises(PromptTooLong) as alone:
         await chat.say(much)
@@ -158,7 +158,7 @@ def test_undo_fork_and_forget(session: Session) -> None:
 @anyio_test
 async def test_a_full_context_says_how_to_make_room_and_then_goes_on(session: Session) -> None:
     most = session.config.max_model_len
-    chat = session.conversation(ignore_eos=True)
+    chat = session.conversation(ignore_eos=True, overflow="refuse")
     await chat.say("one", max_tokens=20)
     done = await chat.say("two", max_tokens=most)
     assert done.finish_reason is FinishReason.CONTEXT

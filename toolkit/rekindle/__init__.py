@@ -61,8 +61,10 @@ if TYPE_CHECKING:
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop, ToolRun
     from rekindle._src.capabilities.captures.custom import Tap, TapContext
     from rekindle._src.capabilities.gradients.request import Objective, logit_difference, logprob
+    from rekindle._src.capabilities.overflow.request import OverfullChat
     from rekindle._src.capabilities.tuning.run import TuningProbe, TuningReport, TuningStep
     from rekindle._src.core.captured import Captured
+    from rekindle._src.core.left_out import LeftOut
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.repetition import Repetition
@@ -115,8 +117,10 @@ _LAZY = {
         "calls.rows": ("RowAnswer", "RowAnswers", "RowMap"),
         "calls.tool_functions": ("ToolLike",),
         "calls.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
+        "capabilities.overflow.request": ("OverfullChat",),
         "capabilities.gradients.request": ("Objective", "logit_difference", "logprob"),
         "capabilities.tuning.run": ("TuningProbe", "TuningReport", "TuningStep"),
+        "core.left_out": ("LeftOut",),
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
         "core.repetition": ("Repetition",),
@@ -164,19 +168,19 @@ __all__ = [
     "Calibrations", "Call", "Capture", "Captured", "CheckpointError", "CompileError", "Completion", "ConfigError",
     "ContentDelta", "Conversation", "Deciding", "Decision", "DecisionTable", "Decisions", "DeviceMesh", "Embeddings",
     "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Gradients", "Handle",
-    "InvalidRequest", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra",
-    "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening", "OutOfMemory",
-    "OutOfPages", "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport",
-    "PromptLike", "PromptTooLong", "QueueFull", "RankedDocument", "Ranking", "ReasoningDelta", "RekindleError",
-    "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent", "RequestAborted", "RequestFailed",
-    "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer", "RowAnswers", "RowMap", "RowReport",
-    "Sampling", "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores", "Scoring", "Server", "Session",
-    "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "SleepReport", "SnapshotInfo", "SnapshotRefused",
-    "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext",
-    "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted",
-    "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn",
-    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob",
-    "models", "open", "open_sync", "ray", "serve", "tiny",
+    "InvalidRequest", "LeftOut", "LocalModel", "LocalModels", "LogitsContext", "LogitsProcessor", "MeshReport",
+    "MissingExtra", "NoTokenLeft", "NodeView", "NotParsed", "NotPicklable", "Objective", "OpenOptions", "Opening",
+    "OutOfMemory", "OutOfPages", "OverfullChat", "Phase", "PhaseKind", "Placed", "PrefixExplanation", "ProcessLost",
+    "ProcessRefused", "ProgramReport", "PromptLike", "PromptTooLong", "QueueFull", "RankedDocument", "Ranking",
+    "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
+    "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer",
+    "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores",
+    "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "SleepReport",
+    "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream",
+    "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments",
+    "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe",
+    "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models",
+    "logit_difference", "logprob", "models", "open", "open_sync", "ray", "serve", "tiny",
 ]  # fmt: skip
 
 

@@ -19,7 +19,9 @@ from rekindle._src.calls.content import (
     split,
 )
 from rekindle._src.calls.handle import Handle
+from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.requests import sampling_of, structured_text
+from rekindle._src.capabilities.overflow.turns import unpinned
 from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.foreign_calls import CHAT, ForeignParts
 from rekindle._src.core.options import takes_options
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from rekindle._src.calls.conversation import Conversation
     from rekindle._src.calls.tool_functions import ToolLike
     from rekindle._src.calls.tool_loop import ToolChoice, ToolLoop
+    from rekindle._src.capabilities.overflow.request import Overflow
 
 
 MAX_ROUNDS = 8
@@ -56,6 +59,7 @@ class ChatRequests:
         tool_choice: ToolChoice | None = None,
         parallel_tool_calls: bool = True,
         run_tools: Literal[False] = False,
+        overflow: Overflow = "refuse",
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
@@ -79,6 +83,7 @@ class ChatRequests:
         tool_choice: ToolChoice | None = None,
         parallel_tool_calls: bool = True,
         run_tools: Literal[False] = False,
+        overflow: Overflow = "refuse",
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
@@ -103,6 +108,7 @@ class ChatRequests:
         parallel_tool_calls: bool = True,
         run_tools: Literal[True],
         max_rounds: int = MAX_ROUNDS,
+        overflow: Overflow = "refuse",
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         reasoning: bool | None = None,
@@ -124,6 +130,7 @@ class ChatRequests:
         parallel_tool_calls: bool = True,
         run_tools: bool = False,
         max_rounds: int = MAX_ROUNDS,
+        overflow: Overflow = "refuse",
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         continue_final_message: bool = False,
@@ -163,11 +170,18 @@ class ChatRequests:
         prompt counts, the tags don't; `max_tokens` bounds all tokens of the reply. `reasoning=False` turns reasoning
         off, by the template's own switch and by a budget of 0. `reasoning_effort` is "none", "low", "medium" or "high"
         where the template knows it.
+
+        A chat that is longer than the context is refused with `PromptTooLong`. With `overflow="drop"` its prompt leaves
+        out the oldest turns instead, and `reply.left_out` says so: a turn is a user's message with everything up to the
+        next one. System messages stay, as do turns with a message that has `"pinned": True`, and the last turn. A
+        function gets an `OverfullChat` in a worker thread, and returns the messages of the prompt.
         """
         from rekindle._src.calls.chat_prompt import chat_prompt, least_budget, messages_of  # chats alone need it
         from rekindle._src.calls.tool_functions import tools_of
         from rekindle._src.calls.tool_loop import forcing, resolve_choice
+        from rekindle._src.capabilities.overflow.request import check_overflow, rule_of
 
+        check_overflow(overflow)
         content, others = split(options)
         messages, tools_ = messages_of(messages, content), tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
@@ -176,28 +190,37 @@ class ChatRequests:
         sampling_ = sampling_of(self._front, sampling, others, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
-            shown, content = of_messages(self._front, messages)
-            prompt = chat_prompt(
-                self._front.chat,
-                shown,
-                model=self._front.model,
-                tools=choice.shown,
-                documents=documents,
-                template=template,
-                continue_final_message=continue_final_message,
-                reasoning=reasoning,
-                reasoning_effort=reasoning_effort,
-                reasoning_budget=reasoning_budget,
-                reasoning_budget_message=reasoning_budget_message,
-                template_options=template_options,
-                stream_tool_calls=stream_tool_calls,
-            )
-            self._host.check()
-            effective = sampling_
-            reply, forced = prompt.extensions.get(ChatReply), bool(choice.required) and not free
-            if forced and reply is not None:
-                effective = forcing(choice, sampling_, reply.plan, self._front.tokenizer)
-            prompt = prompt.plus(content).plus(structured_text(self._front, effective, calls=forced))
+            effective, forced = sampling_, bool(choice.required) and not free
+
+            def prompt_of(messages: Messages) -> Prompt:
+                nonlocal effective
+                shown, content = of_messages(self._front, unpinned(messages))
+                prompt = chat_prompt(
+                    self._front.chat,
+                    shown,
+                    model=self._front.model,
+                    tools=choice.shown,
+                    documents=documents,
+                    template=template,
+                    continue_final_message=continue_final_message,
+                    reasoning=reasoning,
+                    reasoning_effort=reasoning_effort,
+                    reasoning_budget=reasoning_budget,
+                    reasoning_budget_message=reasoning_budget_message,
+                    template_options=template_options,
+                    stream_tool_calls=stream_tool_calls,
+                )
+                self._host.check()
+                reply = prompt.extensions.get(ChatReply)
+                if forced and reply is not None:
+                    effective = forcing(choice, sampling_, reply.plan, self._front.tokenizer)
+                return prompt.plus(content).plus(structured_text(self._front, effective, calls=forced))
+
+            if overflow != "refuse":
+                messages = read_messages(self._front, messages)[0]  # pictures are opened once
+            prompt = prompt_of(messages)
+            more = [tool.schema for tool in choice.shown], documents
+            prompt = prompt.plus(rule_of(overflow, messages, prompt_of, len(repr(more))))
             return Handle(self._host, self, prompt, effective)
 
         if not run_tools:
@@ -284,6 +307,7 @@ class ChatRequests:
         tool_choice: ToolChoice | None = None,
         run_tools: bool = False,
         max_rounds: int | None = None,
+        overflow: Overflow = "drop",
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
         reasoning: bool | None = None,
@@ -298,6 +322,10 @@ class ChatRequests:
         `system` opens it with a system message; `restore` continues one that `chat.save(path)` wrote. The other options
         work as in `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
+
+        A conversation that outgrows the context goes on without its oldest turns: they stay among `chat.messages`, the
+        prompt leaves them out, and `reply.left_out` says so. `chat.pin_turn()` keeps the last turn in every prompt.
+        With `overflow="refuse"` a message that has no room raises `PromptTooLong`.
         """
         from rekindle._src.calls.conversation import open_conversation  # chats alone need it
         from rekindle._src.calls.tool_functions import tools_of
@@ -308,6 +336,7 @@ class ChatRequests:
             "tool_choice": tool_choice,
             "run_tools": run_tools or None,
             "max_rounds": max_rounds,
+            "overflow": overflow,
             "documents": documents,
             "template": template,
             "reasoning": reasoning,

@@ -19,6 +19,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.content import PromptOptions, RequestOptions
 from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.tool_loop import ToolLoop, message_table, text_of
+from rekindle._src.capabilities.overflow.turns import PINNED, turns_of
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.options import takes_options
@@ -79,6 +80,11 @@ class Answer(NamedTuple):
     @property
     def cut(self) -> bool:
         return self.reason.cut
+
+    @property
+    def full(self) -> bool:
+        """True if the context ended it."""
+        return self.reason is FinishReason.CONTEXT
 
     @property
     def open(self) -> bool:
@@ -227,8 +233,10 @@ class Conversation:
 
     @property
     def cut(self) -> bool:
-        """True if the last answer was cut: by `max_tokens`, where `continue_answer` goes on, or by the end of the
-        context, where it does once `forget` has made room."""
+        """True if the last answer was cut, by `max_tokens` or by the end of the context: `continue_answer` goes on.
+
+        With overflow="refuse" it does so at the end of the context once `forget` has made room.
+        """
         self._settle()
         return self._last is not None and self._last.cut
 
@@ -301,7 +309,7 @@ class Conversation:
         self._last = None
 
     def forget(self, turns: int = 1) -> int:
-        """Drop the oldest turns of a conversation that has become too long. Return how many were dropped.
+        """Remove the oldest turns of a conversation for good. Return how many were removed.
 
         System messages at the beginning stay.
         """
@@ -314,6 +322,23 @@ class Conversation:
         del self._messages[users[0] : end]
         self._last = None if self._last is None else self._last._replace(request=None)
         return min(turns, len(users))
+
+    def pin_turn(self, turn: int = -1, *, pinned: bool = True) -> None:
+        """Keep a turn in the prompt when the oldest ones leave it: the last one, or number `turn` from 0.
+
+        `pinned=False` lets it go again. A message of it has `"pinned": True`, in saved conversations, too.
+        """
+        self._check_idle()
+        turns = turns_of(self._messages)
+        if isinstance(turn, bool) or not isinstance(turn, int) or not -len(turns) <= turn < len(turns):
+            fix = f"Use 0 to {len(turns) - 1}, or -1 for the last one" if turns else "Say something first"
+            raise InvalidRequest("turn", turn, f"is none of the {words.count(len(turns), 'turn')}", fix)
+        for at in turns[turn]:
+            self._messages[at].pop(PINNED, None)
+        if pinned:
+            self._messages[turns[turn].start][PINNED] = True
+        if self._last is not None:
+            self._last = self._last._replace(request=None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages to a JSON file, for `session.conversation(restore=path)`. Pictures are in it: the files
@@ -385,7 +410,7 @@ class Conversation:
             problem = "" if last is None or last.open else f"has a complete answer, ended by {last.reason}"
         if problem:
             raise InvalidRequest("conversation", words.count(len(self._messages), "message"), problem, "Say something")
-        if last is not None and (request := last.request) is not None:
+        if last is not None and (request := last.request) is not None and not (self._drops and self._is_full(last)):
             bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
             merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
             if last.edited and sampling is None:
@@ -394,6 +419,16 @@ class Conversation:
             return self._session.fork(request, at=last.request_tokens, edit=edit, sampling=sampling, **merged)
         plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
         return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
+
+    def _is_full(self, last: Answer) -> bool:
+        """True if the request of an answer has no room for more of it."""
+        used = 0 if last.request is None else len(last.request.prompt_token_ids) + last.request_tokens + len(last.edit)
+        return last.full or used >= (self._front.config.max_model_len or used + 1)
+
+    @property
+    def _drops(self) -> bool:
+        """True if the prompt leaves out turns once the context is full."""
+        return self._options.get("overflow", "refuse") != "refuse"
 
     def _state(self) -> str:
         """Describe the state of the last answer; empty if it is complete."""
@@ -404,6 +439,7 @@ class Conversation:
             return f"{cut}: await chat.continue_answer() goes on"
         has_older = sum(message.get("role") == "user" for message in self._messages) > 1
         room = ": chat.forget() drops the oldest turn, and then chat.continue_answer() goes on"
+        room = ": await chat.continue_answer() goes on without the oldest turns" if self._drops else room
         return f"{cut}, the end of the context{room if has_older else ''}"
 
     def __repr__(self) -> str:
@@ -531,7 +567,8 @@ class Turn(Call[Completion]):
 
     def _with_room(self, error: PromptTooLong) -> PromptTooLong:
         """Return the error with the remedy of a conversation, unless it has no turn to drop."""
-        if not any(message.get("role") == "user" for message in self._conversation._messages):
+        drops, messages = self._conversation._drops, self._conversation._messages
+        if drops or not any(message.get("role") == "user" for message in messages):
             return error
         again = "await chat.continue_answer() again" if self._continues else "say it again"
         fix = f"Drop the oldest turn by chat.forget(), and {again}: the conversation is as it was before"

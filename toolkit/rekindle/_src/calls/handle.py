@@ -18,6 +18,7 @@ from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.drawable import Drawable
+from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
@@ -163,8 +164,13 @@ class Handle(RequestOutput, Call[T_co]):
     @property
     def images(self) -> tuple[PictureLike, ...]:
         """The pictures of the prompt, as they were read."""
-        given = self._prompt.extensions.get(PromptPictures)
+        given = (self._mailbox.extensions or self._prompt.extensions).get(PromptPictures)
         return () if given is None else given.pictures
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """The turns of a chat that its prompt leaves out for want of room; None until it is taken in."""
+        return self._mailbox.extensions.get(LeftOut)
 
     @property
     def covered(self) -> int:
@@ -355,6 +361,7 @@ class Handle(RequestOutput, Call[T_co]):
             index=index,
             covered=self.covered,
             captured=_captured(deltas),
+            left_out=self.left_out,
         )
 
     def wait_for_more(self, seen: int) -> int:

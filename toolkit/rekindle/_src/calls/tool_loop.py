@@ -20,6 +20,7 @@ from rekindle._src.calls.handle import Handle, SyncStream
 from rekindle._src.calls.tool_functions import Tool
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
+from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
@@ -62,6 +63,11 @@ class ToolRun:
     def tool_calls(self) -> tuple[ToolCall, ...]:
         """Calls that were not run because the bound on rounds was reached."""
         return self.completion.tool_calls
+
+    @property
+    def left_out(self) -> LeftOut | None:
+        """The turns that the prompt of the last reply leaves out for want of room; None if it has the whole chat."""
+        return self.completion.left_out
 
     @property
     def usage(self) -> Usage:

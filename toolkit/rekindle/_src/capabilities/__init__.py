@@ -13,6 +13,7 @@ from rekindle._src.capabilities.entry import CapabilityEntry
 from rekindle._src.capabilities.gradients import GradientsEntry
 from rekindle._src.capabilities.guides import GuidesEntry
 from rekindle._src.capabilities.options import OptionsEntry, PriorityEntry
+from rekindle._src.capabilities.overflow import OverflowEntry
 from rekindle._src.capabilities.pictures import PicturesEntry
 from rekindle._src.capabilities.pooling import PoolingEntry
 from rekindle._src.capabilities.replies import RepliesEntry
@@ -35,6 +36,7 @@ ENTRIES: tuple[CapabilityEntry, ...] = (
     ScoresEntry(),
     GuidesEntry(),
     RepliesEntry(),
+    OverflowEntry(),
     GradientsEntry(),
     TuningEntry(),
 )

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         with reader.waiting():
             session = stack.enter_context(open_sync(arguments.model, **engine_options(arguments)))
             session.render("Hello")  # refuses a model that can't chat before a word is typed
-        Chat(session, reader, TerminalWriter(), arguments.system, options).run()
+        Chat(session, reader, TerminalWriter(), arguments.system, options, arguments.overflow).run()
     return 0
 
 
@@ -63,17 +63,18 @@ class Chat:
     """A conversation at a terminal, or with the lines of a pipe."""
 
     def __init__(
-        self, session: Session, reader: Lines, writer: TerminalWriter, system: str | None, options: dict[str, Any]
-    ) -> None:
+        self, session: Session, reader: Lines, writer: TerminalWriter, system: str | None, options: dict[str, Any],
+        overflow: str = "drop",
+    ) -> None:  # fmt: skip
         self.session, self.reader, self.writer = session, reader, writer
-        self._system, self._options = system, options
+        self._system, self._options, self._overflow = system, options, overflow
         self._tuned: dict[str, Any] = {}  # settings that differ from the chat's first ones
         self._typed = ""  # text of the next message, to be edited
         self._new()
 
     def _new(self, restored: Conversation | None = None) -> None:
         if restored is None:
-            restored = self.session.conversation(system=self._system, **self._options)
+            restored = self.session.conversation(system=self._system, overflow=self._overflow, **self._options)
         self.conversation: Conversation = restored
         self.branches: Branches[Conversation] = Branches()
         self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
@@ -134,9 +135,9 @@ class Chat:
                 return True
             except PromptTooLong as error:
                 self.writer.end(empty=True)
-                if not self._make_room(f"the conversation with this message {error.problem}"):
-                    return False
-                continue
+                if self._make_room(f"the conversation with this message {error.problem}"):
+                    continue
+                return False
             except InvalidRequest as error:  # such as no answer to continue
                 self.note(f"the conversation {error.problem}. {error.fix}")
                 return False
@@ -148,7 +149,10 @@ class Chat:
             self.last = completion = turn.result_sync()
             self._say_end(completion)
             if completion.finish_reason is FinishReason.CONTEXT:
-                self._make_room("the context is full, so the answer ends here")
+                if self._overflow == "refuse":
+                    self._make_room("the context is full, so the answer ends here")
+                elif self.turns > 1:
+                    self.note("the context is full; /continue goes on without the oldest turns")
             return True
 
     def _say_end(self, completion: Completion) -> None:
@@ -175,7 +179,7 @@ class Chat:
 
     def _make_room(self, problem: str) -> bool:
         """Report that the conversation is too long, and offer to drop its oldest turn. True if it was dropped."""
-        turns = self.turns
+        turns = self.turns if self._overflow == "refuse" else 0
         self.note(problem)
         if not turns:
             self.note("there is no older turn to drop: say it in fewer words, or use --max-model-len")
@@ -437,7 +441,7 @@ class Chat:
             self.note("Name a file: /load chat.json")
             return
         try:
-            restored = self.session.conversation(restore=argument, **self._options)
+            restored = self.session.conversation(restore=argument, overflow=self._overflow, **self._options)
         except InvalidRequest as error:
             self.note(f"{argument} {error.problem}. {error.fix}")
             return

@@ -22,6 +22,7 @@ from rekindle._src.core.captured import Captured
 from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
 from rekindle._src.core.foreign_calls import COMPLETION, ForeignNames
+from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.prefix import PageNamespace, Prefix
 from rekindle._src.core.repetition import Repetition, repetition
@@ -542,6 +543,7 @@ class Completion(Drawable, ForeignNames):
         default=(), repr=False, compare=False
     )  # their positions in the prompt, tile by tile
     question: str = dataclasses.field(default="", repr=False, compare=False)  # the text that came with pictures
+    left_out: LeftOut | None = None  # turns of a chat that the prompt leaves out, for want of room
 
     if not TYPE_CHECKING:
 
@@ -647,7 +649,8 @@ def summary_of(done: Completion) -> str:
     """Say how long a completion is and how it ended: `12 tokens, ended by the model`."""
     calls = f"{words.count(len(done.tool_calls), 'tool call')}, " if done.tool_calls else ""
     repeats = "" if (found := done.repetition) is None else f", {found}"
-    return f"{calls}{words.count(len(done.token_ids), 'token')}, {describe_end(done.finish_reason)}{repeats}"
+    left_out = "" if done.left_out is None else f", {done.left_out.words}"
+    return f"{calls}{words.count(len(done.token_ids), 'token')}, {describe_end(done.finish_reason)}{repeats}{left_out}"
 
 
 def problem_of(done: Completion) -> str:

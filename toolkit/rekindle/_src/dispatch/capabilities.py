@@ -9,7 +9,7 @@ from typing import Any
 from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, Submission
-from rekindle._src.dispatch.capability import Capability, KeyedPrompt, Part
+from rekindle._src.dispatch.capability import Capability, KeyedPrompt, Part, PromptFit
 
 Resources = Mapping[Capability, Any]
 NO_RESOURCES: Resources = MappingProxyType({})
@@ -24,6 +24,7 @@ class Capabilities:
 
     def __init__(self, *entries: Capability) -> None:
         self.entries = entries
+        self._fitting = tuple(one.fit for one in entries if _overrides(one, "fit"))
         self._spelling = tuple(one.spell for one in entries if _overrides(one, "spell"))
         self._expanding = tuple(one.expand for one in entries if _overrides(one, "expand"))
         self._waiting = tuple(one.waits for one in entries if _overrides(one, "waits"))
@@ -33,6 +34,11 @@ class Capabilities:
         self._admitting = tuple(one for one in entries if _overrides(one, "admit"))
         self._keying = tuple(one.keying for one in entries if _overrides(one, "keying"))
         self._parts = tuple(one.part for one in entries if _overrides(one, "part"))
+
+    def fit(self, submission: Submission, front: Front) -> PromptFit:
+        """Return the choice of the submission's prompt by its length."""
+        found = (fit(submission, front) for fit in self._fitting)
+        return next((one for one in found if one is not None), None) or PromptFit(submission)
 
     def spelled(self, submission: Submission, front: Front) -> Submission:
         """Return the submission with its text as it is encoded. Raise the request's error."""

@@ -15,6 +15,7 @@ from rekindle._src.core.records import EmbeddingResult, FinishReason, IntArray, 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.threads import Mailbox, OneShot
+from rekindle.errors import PromptTooLong
 
 R = TypeVar("R")  # what a capability waits for before a request is admitted, such as a compiled grammar; or None
 E = TypeVar("E")  # what a part waits for before its sequence is complete, such as whole files; or None
@@ -78,8 +79,35 @@ class KeyedPrompt(NamedTuple):
     extensions: Extensions = NONE  # what its caller has resolved, as in a submission
 
 
+class ReadPrompt(NamedTuple):
+    """A submission with its prompt as it was read."""
+
+    submission: Submission
+    token_ids: IntArray
+
+
+class PromptFit:
+    """The choice of a submission's prompt by its length. This one has a single prompt; it is the base of all others."""
+
+    def __init__(self, submission: Submission) -> None:
+        self._submission = submission
+
+    async def next(self, read: ReadPrompt | PromptTooLong | None) -> ReadPrompt | Submission:
+        """Return the prompt to run, or a submission to read the prompt of next. The first call is with None.
+
+        Raise the request's error if no prompt fits. A prompt may be too long to be encoded.
+        """
+        if isinstance(read, PromptTooLong):
+            raise read
+        return self._submission if read is None else read
+
+
 class Capability(Generic[R]):
     """A capability that no request uses, and the base of all others."""
+
+    def fit(self, submission: Submission, front: Front) -> PromptFit | None:
+        """Return the choice of the submission's prompt by its length; None if there is a single prompt."""
+        return None
 
     def spell(self, submission: Submission, text: str, front: Front) -> str:
         """Return the text of the prompt as it is encoded. Raise the request's error."""

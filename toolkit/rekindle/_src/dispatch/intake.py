@@ -22,6 +22,7 @@ from rekindle._src.core.own_failure import close_each, own_failure
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.dispatch.backend import Control, Drain, Front, ScheduleMessage, Submission, next_waiting
 from rekindle._src.dispatch.capabilities import NO_RESOURCES, Capabilities, Resources
+from rekindle._src.dispatch.capability import ReadPrompt
 from rekindle._src.dispatch.detokenize import Output, OutputState
 from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import PromptTooLong
@@ -112,11 +113,9 @@ class _Intake:
             mailbox.check_waited_for()
             with anyio.CancelScope() as taking_in:  # an abort leaves every line, and lets go of the prompt's files
                 mailbox.on_abandon = taking_in.cancel
-                async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-                    submission = await _render(submission)
-                    spelled = capabilities.spelled(submission, front)
-                    token_ids = capabilities.expanded(spelled, await tokenize(spelled, front), front)
-                mailbox.prompt_ids = token_ids
+                submission, token_ids = await self._fitted(submission)
+                mailbox.prompt, mailbox.prompt_ids = submission.text, token_ids
+                mailbox.extensions = submission.extensions
                 resources = await capabilities.resources(submission, front)
                 requests = prepare(submission, token_ids, front, self._seeds, capabilities, resources)
                 mailbox.seed = requests[0].sampling.seed
@@ -143,6 +142,27 @@ class _Intake:
             self._outputs[output.request.id] = output
             mailbox.request_ids.append(output.request.id)
             self._outbox.send_nowait(output.request)
+
+    async def _fitted(self, submission: Submission) -> ReadPrompt:
+        """Return the submission with the prompt that fits, the only one of almost all submissions."""
+        fit = self._capabilities.fit(submission, self._front)
+        step = await fit.next(None)
+        while isinstance(step, Submission):
+            read: ReadPrompt | PromptTooLong
+            try:
+                read = await self._read(step)
+            except PromptTooLong as error:
+                read = error
+            step = await fit.next(read)
+        return step
+
+    async def _read(self, submission: Submission) -> ReadPrompt:
+        """Render and encode a prompt."""
+        front, capabilities = self._front, self._capabilities
+        async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
+            submission = await _render(submission)
+            spelled = capabilities.spelled(submission, front)
+            return ReadPrompt(submission, capabilities.expanded(spelled, await tokenize(spelled, front), front))
 
 
 async def _render(submission: Submission) -> Submission:

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import anyio
 
+from rekindle._src.core.extension import NONE, Extensions
 from rekindle._src.core.own_failure import close_each
 from rekindle._src.core.records import Completion, EmbeddingResult, FinishReason, IntArray, TextDelta
 from rekindle.errors import RequestAborted
@@ -354,6 +355,7 @@ class Mailbox:
         self.request_ids: list[str] = []  # sequences that intake handed on
         self.prompt: str | None = None  # a rendered chat, set by intake
         self.prompt_ids: IntArray | None = None  # set by intake
+        self.extensions: Extensions = NONE  # of the submission with that prompt, set by intake
         self.seed: int | None = None  # of the first sequence, set by intake
         self.abandoned = False  # its caller cancelled; set on the host's loop
         self.on_abandon: Callable[[], object] | None = None  # ends its wait in intake; called on the host's loop

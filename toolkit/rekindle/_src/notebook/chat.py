@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from rekindle._src.capabilities.overflow.turns import turns_of
 from rekindle._src.core.names import short_model
 from rekindle._src.core.records import FinishReason
 from rekindle._src.core.repetition import repetition
@@ -41,7 +42,7 @@ _FORGET = "The first message and its answer leave the conversation, which makes 
 _RESEND = button("forget", "Drop the oldest turn and send", title=_FORGET, look="main", group="room")
 _PROCEED = button("forget", "Drop the oldest turn and go on", title=_FORGET, look="main", group="room")
 # Options of `chat` that are no sampling options.
-_OF_CHAT = ("tools", "template", "continue_final_message", "template_options")
+_OF_CHAT = ("tools", "overflow", "template", "continue_final_message", "template_options")
 
 
 class Refusal(NamedTuple):
@@ -70,8 +71,9 @@ class ChatView(Live):
     Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. What is
     edited, answered again or forked stays as another version, while the kernel lives. The conversation is kept in the
     cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes one by its name, the one
-    used last if it is "auto". `suggestions` are first messages to press. Where `sessions` gives several open ones, the
-    model of the next answer can be chosen.
+    used last if it is "auto". A conversation that outgrows the context goes on without its oldest turns, and a line
+    below the answer says so; with overflow="refuse" a button makes room instead. `suggestions` are first messages to
+    press. Where `sessions` gives several open ones, the model of the next answer can be chosen.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class ChatView(Live):
         if isinstance(suggestions, str) or not all(isinstance(one, str) and one for one in suggestions):
             raise InvalidRequest("suggestions", suggestions, "must be a list of messages", "Pass [text, …], or []")
         self._suggestions = tuple(suggestions)
-        self._options, self._sessions = options, sessions
+        self._options, self._sessions = {"overflow": "drop", **options}, sessions
         self._use(session)
         self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
@@ -185,8 +187,13 @@ class ChatView(Live):
     @property
     def can_continue(self) -> bool:
         """True if the last answer was cut or stopped, and the context has room for more of it."""
-        made_room = self._last is not None and not self._last.follows and self._full
+        made_room = self._last is not None and (self._drops or not self._last.follows) and self._full
         return self._reason in (FinishReason.ABORTED, FinishReason.LENGTH) or made_room
+
+    @property
+    def _drops(self) -> bool:
+        """True if the prompt leaves out the oldest turns once the context is full."""
+        return self._options["overflow"] != "refuse" and self._droppable(turns_of(self.messages))
 
     @property
     def _full(self) -> bool:
@@ -209,6 +216,8 @@ class ChatView(Live):
         if not self.answer_ids:
             self.again()
             return
+        if self._full and self._drops:
+            last = last._replace(follows=False)
         merged = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned(), **options}
         if last.follows:
             rest = last.session.fork(last.handle, at=len(last.handle.token_ids), **merged)
@@ -236,23 +245,19 @@ class ChatView(Live):
         System messages stay, and so does the turn of the last answer, which can go on once there is room.
         """
         self._settle()
-        users = self._users()
-        if not self._droppable(users):
+        turns = turns_of(self.messages)
+        if not self._droppable(turns):
             return 0
-        end = users[1] if len(users) > 1 else len(self.messages)
-        del self.messages[users[0] : end]
+        del self.messages[turns[0].start : turns[0].stop]
         self._refused = None
         if self._last is not None:
             self._last = self._last._replace(follows=False)
         self._mark(None)
-        return end - users[0]
+        return len(turns[0])
 
-    def _users(self) -> list[int]:
-        return [place for place, message in enumerate(self.messages) if message["role"] == "user"]
-
-    def _droppable(self, users: Sequence[int]) -> bool:
+    def _droppable(self, turns: Sequence[range]) -> bool:
         """True if there is an older turn than the one that the last answer belongs to."""
-        return len(users) > (self._last is not None)
+        return len(turns) > (self._last is not None)
 
     def _make_room(self) -> None:
         """Drop the oldest turn and try again what had no room."""
@@ -350,7 +355,7 @@ class ChatView(Live):
         input line.
         """
         self._settle()
-        users = self._users()
+        users = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
         for place in users[-1:] if at is None else [place for place in users if place == at]:
             content = self.messages[place]["content"]
             self._cut(place)
@@ -571,9 +576,11 @@ class ChatView(Live):
         several = [choice("model", "Model", models, title="Who answers from now on", group="say")]
         room = () if self._refused is None or not self._refused.too_long else (_RESEND,)
         room = (_PROCEED,) if self._full else room
+        room = room if self._options["overflow"] == "refuse" else ()
+        room = room if self._droppable(turns_of(self.messages)) else ()
         return [
-            *start, *fork, *(room if self._droppable(self._users()) else ()), *drawer, _SAY, *self._attached.controls,
-            tune, *(several if len(models) > 1 else ()), _HALT if self.answering else _SEND,
+            *start, *fork, *room, *drawer, _SAY, *self._attached.controls, tune,
+            *(several if len(models) > 1 else ()), _HALT if self.answering else _SEND,
         ]  # fmt: skip
 
     def _contents(self) -> list[Any]:

@@ -45,6 +45,7 @@ async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     options = {**chat_options(fields, session), **template_options(exchange, fields), **form}
     streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
+    options |= generation.overflow_option(fields)
     content = RequestContent(exchange, session)
     echoed = _echoed(fields)
     messages = await content.messages(lambda read: plain_messages(fields.pop("messages"), read))
@@ -242,6 +243,7 @@ class _ChatWriter(generation.Writer):
             return choice
 
         answer = await self._answer(completions, Entries(choices, choice_of))
+        answer |= generation.left_out_member(choices[0].left_out)
         if "prompt_logprobs" in self._fields:
             answer["prompt_logprobs"] = self._shapes.prompt(choices[0].prompt_logprobs or ())
         if self._ids:
@@ -325,6 +327,8 @@ class _ChatWriter(generation.Writer):
             extra += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
         if self._ids:
             extra += f',"prompt_token_ids":{dumps(self._handle.prompt_token_ids)}'
+        for name, value in generation.left_out_member(self._handle.left_out).items():
+            extra += f',"{name}":{dumps(value)}'
         return extra
 
 

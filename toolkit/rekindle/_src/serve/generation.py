@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 
+from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.core.sampling import MAX_STRUCTURE
 from rekindle._src.serve.bodies import Entries
@@ -71,6 +72,18 @@ def _biases(biases: Mapping[str, float]) -> dict[int, float]:
             raise wrong("logit_bias", key, "is not a token id", 'Use whole numbers as keys, such as {"464": -100}')
         by_token[int(key)] = value
     return by_token
+
+
+def overflow_option(fields: Mapping[str, Any]) -> dict[str, str]:
+    """Return the option of `session.chat` for a conversation that is longer than the context."""
+    return {"overflow": "drop"} if fields.get("truncation") == "auto" else {}
+
+
+def left_out_member(left_out: LeftOut | None) -> dict[str, Any]:
+    """Return the member of an answer that counts the turns left out of its prompt; empty if it has them all."""
+    if left_out is None:
+        return {}
+    return {"left_out": {"turns": left_out.turns, "messages": left_out.messages, "first": left_out.first}}
 
 
 def rest_of_context(session: ServedSession) -> int:

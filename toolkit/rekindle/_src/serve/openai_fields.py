@@ -76,7 +76,7 @@ CALL = Shape((("id", String()), ("type", String()), ("function", Shape((("name",
 MESSAGE = Shape(
     (
         ("role", String(maximum=64, minimum=1)), ("content", CONTENT), ("name", String()), ("reasoning", String()),
-        ("reasoning_content", String()), ("tool_call_id", String()), ("tool_calls", Items(CALL)),
+        ("reasoning_content", String()), ("tool_call_id", String()), ("tool_calls", Items(CALL)), ("pinned", Boolean()),
     ),
     ("role",),
 )  # fmt: skip
@@ -195,6 +195,11 @@ COMPLETIONS = Endpoint(
     ),
 )
 
+TRUNCATION = Field(
+    "truncation",
+    OneOf(("auto", "disabled")),
+    "auto: leave out the oldest turns of a conversation that is longer than the context; left_out then counts them.",
+)
 REASONING = Shape((("effort", String(maximum=64)), ("max_tokens", whole(0, MOST)), ("summary", String(maximum=64))))
 _BUDGET = "Tokens that the model may reason before the end of reasoning is written for it; -1: any number."
 BUDGETS = ("reasoning_budget_tokens", "thinking_budget_tokens", "thinking_token_budget")  # llama.cpp's and vLLM's
@@ -227,6 +232,7 @@ CHAT = Endpoint(
         Field("reasoning_effort", String(64), _EFFORT),
         *REASONING_FIELDS,
         Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
+        TRUNCATION,
         Field("documents", Items(OBJECT, maximum=MOST_MESSAGES), "Documents, for templates that read them."),
         Field("add_generation_prompt", Boolean(), "Begin the assistant's turn; true by default."),
         Field("continue_final_message", Boolean(), "Go on with the last message instead of a new one."),

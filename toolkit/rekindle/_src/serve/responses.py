@@ -38,7 +38,14 @@ from rekindle._src.serve.fields import (
 )
 from rekindle._src.serve.logprobs import LogprobShapes
 from rekindle._src.serve.models import ServedSession
-from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, REASONING_FIELDS, SAMPLING_BY_NAME
+from rekindle._src.serve.openai_fields import (
+    MOST,
+    MOST_MESSAGES,
+    OBJECT,
+    REASONING_FIELDS,
+    SAMPLING_BY_NAME,
+    TRUNCATION,
+)
 
 WIDEST = 4  # bytes of a character
 # Characters of what comes back with an answer: they are written at once, up to three times.
@@ -82,7 +89,7 @@ RESPONSES = Endpoint(
         refused("background", "an answer belongs to its connection", False),
         refused("background_options", "an answer belongs to its connection", {}),
         refused("prompt", "there are no stored prompts: send instructions and input"),
-        refused("truncation", "shorten the conversation before sending it", "disabled", "auto"),
+        TRUNCATION,
         refused("context_management", "shorten the conversation before sending it", []),
         refused("access_programs", "there are none", []),
         refused("image", "answers are text"),
@@ -109,7 +116,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
         raise wrong("top_logprobs", fields["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
     if with_logprobs:
         options["logprobs"] = fields.get("top_logprobs", 0)
-    options |= _chat_options(fields)
+    options |= _chat_options(fields) | generation.overflow_option(fields)
     store = fields.get("store", True)
     format = (fields.get("text") or {}).get("format") or {"type": "text"}
     options |= generation.form_at(exchange, format, "text.format")
@@ -349,8 +356,9 @@ class _Answer:
             "tool_choice": fields.get("tool_choice") or "auto",
             "tools": fields.get("tools") or [],
             "top_p": fields.get("top_p"),
-            "truncation": "disabled",
+            "truncation": fields.get("truncation") or "disabled",
             "usage": None if completion is None else _usage(completion),
+            **generation.left_out_member(None if completion is None else completion.left_out),
         }
 
     def whole(self, completion: Completion) -> None:

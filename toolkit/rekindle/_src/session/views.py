@@ -101,7 +101,8 @@ class Views:
         """A conversation to stop, answer again, edit, and fork at a token of an answer.
 
         It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
-        restart too, or "auto" for the newest. `suggestions` are first messages to press; [] for none.
+        restart too, or "auto" for the newest. `suggestions` are first messages to press; [] for none. `overflow` is
+        "drop" unless it is passed: a chat that outgrows the context goes on without its oldest turns, and says so.
         """
         self._client.host.check()
         from rekindle._src.notebook.chat import ChatView

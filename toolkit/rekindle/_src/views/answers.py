@@ -62,8 +62,9 @@ def stop_of(reason: FinishReason | None, tokens: int, limit: int | None) -> str:
 
 def facts_of(
     model: str, completion: Completion, reason: FinishReason | None, tokens: int, limit: int | None
-) -> tuple[str, str, str]:
-    """Return the model, the speed and the end of an answer with `tokens` tokens; `completion` is its last part.
+) -> tuple[str, str, str, str]:
+    """Return the model, the speed, the turns that the prompt leaves out, and the end of an answer with `tokens` tokens.
+    `completion` is its last part.
 
     The speed begins with the time until the first token. `reason` is None if the answer failed.
     """
@@ -72,4 +73,5 @@ def facts_of(
     speed = f"first token after {words.seconds(times.first_token)}, then {rate:,.0f} tokens/s" if rate else ""
     by = "ended by the model" if reason is FinishReason.EOS else "" if reason is None else describe_end(reason)
     end = stop_of(reason, tokens, limit) or ", ".join(filter(None, (words.count(tokens, "token"), by)))
-    return model, speed, end
+    left_out = "" if completion.left_out is None else completion.left_out.words
+    return model, speed, left_out, end

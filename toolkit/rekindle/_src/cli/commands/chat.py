@@ -15,6 +15,8 @@ def options(command: Parser) -> None:
     usage.add_model(command)
     usage.add_sampling(command, max_tokens=ANSWER_TOKENS)
     command.add("--system", "a system message that opens the conversation")
+    overflow = "when the context is full: go on without the oldest turns, or refuse and ask (default: %(default)s)"
+    command.add("--overflow", overflow, choices=("drop", "refuse"), default="drop")
 
 
 def run(arguments: argparse.Namespace) -> int:
