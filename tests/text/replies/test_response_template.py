@@ -197,6 +197,21 @@ def test_text_after_a_call_that_is_none_keeps_its_space() -> None:
     assert in_pieces(TEMPLATES["json"], f"a \n{text}") == [(f"a \n{text}", "", [])] * 2
 
 
+@pytest.mark.parametrize("closing", ["$", "x*", "^", "(?:)"])
+@pytest.mark.parametrize("opening", [None, "^", "$", "x*"])
+def test_an_empty_match_ends_nothing_and_is_found_once(opening: str | None, closing: str) -> None:
+    """A search for the one at the end of the text never ended; two at its beginning took turns for ever."""
+    implicit = {} if opening else {"close_pattern": closing}
+    fields = {"thinking": {"open_pattern": opening, "close_pattern": closing}} if opening else {}
+    source = {"start_anchor": "@", "fields": {**fields, "content": implicit}}
+    for text in ("", "hello", "a\n", "xxhi"):
+        either = in_pieces(source, text)
+        assert either[0] == either[1]
+        content, reasoning, _ = either[0]
+        assert (content + reasoning).replace("x", "") == text.strip().replace("x", "")
+        assert not (content and reasoning)
+
+
 def test_types_follow_the_tools_schema() -> None:
     text = "<tool_call><function=weather><parameter=city>Rome</parameter><parameter=days>three</parameter></tool_call>"
     assert said(read("tags", [text]))[2] == [("weather", {"city": "Rome", "days": "three"})]
@@ -258,7 +273,7 @@ def broken(*path: str, value: Any, name: str = "json") -> dict[str, Any]:
             },
             "its patterns take 553 steps together",
         ),
-        (broken("fields", "content", "open_pattern", value="(?P<x>a)"), "has groups, and there is no transform"),
+        (broken("fields", "content", "open_pattern", value="(?P<x>a)"), "groups, and there is no transform"),
         (broken("fields", "content", "content", value="yaml"), "content: 'yaml' is none of text"),
         (broken("fields", "content", "content_args", value={"trim": 1}), "content_args: the key 'trim' is not read"),
         (broken("fields", "content", "join", value="x"), "join: it has to be a text"),

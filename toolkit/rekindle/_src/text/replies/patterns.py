@@ -123,6 +123,9 @@ class PatternSearch:
         prefix = self.pattern.prefix
         while not self.decided:
             index = self.at - base
+            if index > len(text):  # after an empty match at the end
+                self.decided = ended
+                return
             if not self._threads and self._found is None and prefix:
                 place = text.find(prefix, index)
                 if place < 0:

@@ -59,6 +59,7 @@ class TemplateScanner(ReplyScanner):
         self._outside: list[str] = []  # text that no field takes
         self._said: set[str] = set()  # fields with text
         self._fresh = True  # nothing of this field's text was emitted
+        self._begun = False  # a mark was read
         self._gaps: dict[str, list[str]] = {}  # whitespace that waits for more text, by field
 
     def go_on_from(self, prompt: str, continued: str) -> None:
@@ -82,6 +83,7 @@ class TemplateScanner(ReplyScanner):
             self._take(field, source.text[source.at : hit.place])
             source.at = hit.place - hit.longest
             source.mark()
+            self._begun = True
             if hit.closes:
                 if field is not None and not field.is_implicit:
                     self._close(field, groups, mark)
@@ -136,7 +138,9 @@ class TemplateScanner(ReplyScanner):
             if one.pattern is not None:
                 search = self._search((field.name, closes), one.pattern)
                 search.feed(source.text, self._base, ended=source.ended, limit=MAX_MATCH)
-                while (match := search.match) is not None and match.start == match.end > 0:
+                while (match := search.match) is not None and match.start == match.end:
+                    if match.end == 0 and not (closes or self._begun):
+                        break  # a reply may begin inside of a field, once
                     search = self._searches[field.name, closes] = PatternSearch(one.pattern, match.end + 1)
                     search.feed(source.text, self._base, ended=source.ended, limit=MAX_MATCH)
                 if match is not None:
