@@ -55,7 +55,7 @@ TEMPLATES: dict[str, dict[str, Any]] = {
         "start_anchor": ["<|turn>model\n", "<tool_response|>"],
         "fields": {
             "thinking": {"open": "<|channel>thought\n", "close": "<channel|>"},
-            "content": {"close": ["<turn|>", "<eos>"]},
+            "content": {"close": ["<turn|>", "<|tool_response>", "<eos>"]},
             "tool_calls": {
                 "open_pattern": r"<\|tool_call>call:(?P<name>\w+)", "close": "<tool_call|>", "repeats": True,
                 "content": "json", "transform": _CALL,
@@ -197,7 +197,7 @@ def test_text_after_a_call_that_is_none_keeps_its_space() -> None:
     assert in_pieces(TEMPLATES["json"], f"a \n{text}") == [(f"a \n{text}", "", [])] * 2
 
 
-@pytest.mark.parametrize("closing", ["$", "x*", "^", "(?:)"])
+@pytest.mark.parametrize("closing", ["$", r"\Z", "x*", "^", r"\A", "(?:)"])
 @pytest.mark.parametrize("opening", [None, "^", "$", "x*"])
 def test_an_empty_match_ends_nothing_and_is_found_once(opening: str | None, closing: str) -> None:
     """A search for the one at the end of the text never ended; two at its beginning took turns for ever."""

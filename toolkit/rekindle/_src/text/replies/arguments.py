@@ -69,7 +69,7 @@ def typed(text: str, schema: object, literal: Callable[[str], Any]) -> Any:
         return text
     if kinds is None:
         return text if isinstance(value, str) else value
-    return text if "string" in kinds and not _fits(value, kinds) else value
+    return text if "string" in kinds and not fits(value, kinds) else value
 
 
 def json_value(text: str) -> Any:
@@ -141,7 +141,8 @@ def _kind(value: Any) -> frozenset[str]:
     return next((names for kind, names in _TYPES if isinstance(value, kind)), frozenset({"string"}))
 
 
-def _fits(value: Any, kinds: frozenset[str]) -> bool:
+def fits(value: Any, kinds: frozenset[str]) -> bool:
+    """True if a value, other than a text, has one of these types."""
     return not isinstance(value, str) and bool(_kind(value) & kinds)
 
 

@@ -309,6 +309,8 @@ class _PatternReader:
     def _escape(self) -> Node:
         character = self._peek()
         self.at += 1
+        if character and character in "AZ":
+            return ("start",) if character == "A" else ("end",)
         accepts, text = self._escaped(character)
         return ("char", accepts, text)
 

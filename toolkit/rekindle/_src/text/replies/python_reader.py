@@ -72,6 +72,29 @@ def read_call(calls: Calls, *, only_known: bool) -> Reading[ReplyCall]:
     return arguments.call(name)
 
 
+def read_calls(source: TextSource) -> Reading[list[dict[str, Any]]]:
+    """Return the calls of a list such as `[f(a=1), g()]`. Their arguments have names."""
+    calls: list[dict[str, Any]] = []
+    if not (yield from take(source, "[")):
+        raise MalformedCall
+    while not (yield from take(source, "]")):
+        if calls and not (yield from take(source, ",")):
+            raise MalformedCall
+        yield from skip_space(source)
+        name, arguments = (yield from read_word(source, MAX_NAME)), dict[str, Any]()
+        if _NAME.fullmatch(name) is None or not (yield from take(source, "(")):
+            raise MalformedCall
+        while not (yield from take(source, ")")):
+            if arguments and not (yield from take(source, ",")):
+                raise MalformedCall
+            key, value = yield from _read_argument(source)
+            if key is None or key in arguments:
+                raise MalformedCall
+            arguments[key] = value
+        calls.append({"name": name, "arguments": arguments})
+    return calls
+
+
 def _read_argument(source: TextSource) -> Reading[tuple[str | None, Any]]:
     """Return the name and the value of an argument; a positional one has no name."""
     yield from skip_space(source)

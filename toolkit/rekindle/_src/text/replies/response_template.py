@@ -17,6 +17,7 @@ from rekindle._src.text.replies.arguments import json_value
 from rekindle._src.text.replies.call import MalformedCall
 from rekindle._src.text.replies.gemma_reader import read_loose_value
 from rekindle._src.text.replies.patterns import MAX_PROGRAM, Pattern, PatternError
+from rekindle._src.text.replies.python_reader import read_calls
 from rekindle._src.text.replies.tag_reader import whole
 
 MAX_FIELDS, MAX_LITERALS = 32, 64
@@ -41,7 +42,9 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "json": ("unquoted_keys", "string_delims", "allow_non_json"),
     "xml-inline": ("tag_pattern", "value_parser", "merge_duplicates"),
     "kv-lines": ("line_sep", "kv_sep", "strip", "value_parser"),
+    "python-call-list": (),
 }
+_VALUES = ("text", "int", "float", "bool", "json")  # kinds of a value between tags or in a line
 
 Parse = Callable[[str], Any]
 
@@ -162,10 +165,10 @@ def _field(name: str, source: Any) -> ReplyField:
     join = keys.get("join")
     if join is not None and not (isinstance(join, str) and keys.get("repeats")):
         raise TemplateError(f"{scope}.join: it has to be a text, of a field that repeats")
-    groups = opens.pattern.names if opens.pattern is not None else ()
+    groups = [name for marks in (opens, closes) if marks.pattern is not None for name in marks.pattern.names]
     transform = keys.get("transform")
     if transform is None and groups:
-        raise TemplateError(f"{scope}.open_pattern: it has groups, and there is no transform for them")
+        raise TemplateError(f"{scope}: its patterns have groups, and there is no transform for them")
     _check_transform(transform, scope, None if keys.get("transform_each") else {*groups, "content"})
     return ReplyField(
         name, opens, closes, kind, _parser(kind, arguments, scope), arguments.get("strip", True) is not False,
@@ -222,9 +225,12 @@ def _parser(kind: str, arguments: Mapping[str, Any], scope: str) -> Parse:
         return lambda text: text.strip().lower() in ("true", "1")
     if kind == "text":
         return (lambda text: text) if arguments.get("strip", True) is False else str.strip
-    inner = _mapping(arguments.get("value_parser", {"name": "text"}), f"{scope}.value_parser", ("name", "args"))
+    if kind == "python-call-list":
+        return lambda text: whole(text, read_calls)
+    as_it_is = {"name": "text", "args": {"strip": False}}
+    inner = _mapping(arguments.get("value_parser", as_it_is), f"{scope}.value_parser", ("name", "args"))
     name = inner.get("name", "text")
-    if name not in _ARGUMENTS or name in ("xml-inline", "kv-lines"):
+    if name not in _VALUES:
         raise TemplateError(f"{scope}.value_parser: {_shown(name)} is not read")
     scope = f"{scope}.value_parser"
     value = _parser(name, _mapping(inner.get("args", {}), scope, _ARGUMENTS[name]), scope)

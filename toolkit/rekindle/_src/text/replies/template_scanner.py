@@ -7,11 +7,12 @@ transformers keeps the last text of a field that comes twice, both are kept; a c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ReplyEvent
-from rekindle._src.text.replies.arguments import kinds_of, typed
+from rekindle._src.text.replies.arguments import fits, kinds_of
 from rekindle._src.text.replies.call import SPACE, Known, MalformedCall, Reading, ReplyCall, json_call
 from rekindle._src.text.replies.patterns import Pattern, PatternSearch
 from rekindle._src.text.replies.response_template import Marks, ReplyField, ResponseTemplate
@@ -68,6 +69,7 @@ class TemplateScanner(ReplyScanner):
         self.feed(self._template.after_anchor(before))
         self._outside.clear()
         self._said.clear()
+        self._gaps.clear()
 
     def feed(self, text: str) -> list[ReplyEvent]:
         """Return the events that `text` makes final."""
@@ -86,7 +88,7 @@ class TemplateScanner(ReplyScanner):
             self._begun = True
             if hit.closes:
                 if field is not None and not field.is_implicit:
-                    self._close(field, groups, mark)
+                    self._close(field, {**groups, **hit.groups}, mark)
                 self._end_text(field)
                 field = self._implicit
             else:
@@ -174,21 +176,25 @@ class TemplateScanner(ReplyScanner):
             self._region.append(text)
             return
         if field.strip:
-            text = text.lstrip(SPACE) if self._fresh and not (field.is_implicit and field.name in self._said) else text
+            text = text.lstrip(SPACE) if self._fresh and not self._goes_on(field) else text
             self._gap = self._gaps.get(field.name, [])
             text = self._without_gap(text) if text else ""
             self._gaps[field.name] = self._gap
         if not text:
             return
-        if self._fresh and not field.is_implicit and field.name in self._said:
+        if self._fresh and field.name in self._said and not self._goes_on(field):
             text = (field.join if field.join is not None else _BETWEEN if field.strip else "") + text
         self._fresh = False
         self._said.add(field.name)
         self._emit(kind, text)
 
+    def _goes_on(self, field: ReplyField) -> bool:
+        """True if all text of a field is one, whatever comes between."""
+        return field.is_implicit and field.join is None and field.name in self._said
+
     def _end_text(self, field: ReplyField | None) -> None:
         """Leave the whitespace at the end of a field's text out, unless the implicit one goes on later."""
-        if field is not None and not (field.is_implicit and not self.source.ended):
+        if field is not None and not (field.is_implicit and field.join is None and not self.source.ended):
             self._gaps.pop(field.name, None)
         self._fresh = True
 
@@ -223,10 +229,33 @@ def _call(value: Any, known: Known) -> ReplyCall:
     if not isinstance(arguments, Mapping):
         raise MalformedCall
     schemas = known.get(name, {}) if isinstance(name, str) else {}
-    cast = {
-        key: typed(argument, schemas.get(key), literal)
-        if isinstance(argument, str) and kinds_of(schemas.get(key)) is not None
-        else argument
-        for key, argument in arguments.items()
-    }
-    return ReplyCall.of(name, cast)
+    return ReplyCall.of(name, {key: _cast(value, kinds_of(schemas.get(key))) for key, value in arguments.items()})
+
+
+def _cast(value: Any, kinds: frozenset[str] | None) -> Any:
+    """Return an argument with a type that the tool's schema names: a text that stands for such a value becomes it, and
+    so does each text of a list that the schema doesn't name, since a tag may come twice."""
+    if kinds is None:
+        return value
+    if isinstance(value, list) and "array" not in kinds:
+        return [_of_kinds(one, kinds) if isinstance(one, str) else one for one in value]
+    return _of_kinds(value, kinds) if isinstance(value, str) else value
+
+
+def _of_kinds(text: str, kinds: frozenset[str]) -> Any:
+    if not kinds - {"string"}:
+        return text
+    word = text.strip().lower() if len(text) < 16 else ""
+    numbers = kinds & {"integer", "number"}
+    if "boolean" in kinds and (word in ("true", "false") or (word in ("1", "0") and not numbers)):
+        return word in ("true", "1")
+    try:
+        value = literal(text)
+    except MalformedCall:
+        return text
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return text
+        if numbers == {"integer"} and value.is_integer():
+            return int(value)
+    return value if fits(value, kinds) else text
