@@ -154,6 +154,42 @@ def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:
     assert '<details markdown="1">' in drawn
 
 
+def test_the_table_of_options_is_a_section_with_types_and_defaults(tmp_path: Path) -> None:
+    griffe = pytest.importorskip("griffe")
+    kind = runpy.run_path(str(FOLDER / "option_sections.py"))["OptionSections"]
+    code = '''
+class Config:
+    """Words.
+
+    Options:
+        size ("auto"): tokens of a page, or
+            "*" for all.
+    """
+
+    size: int | str
+
+def serve(port: int = 8000):
+    """Words.
+
+    Options:
+        port: where it listens.
+    """
+'''
+    module = griffe.visit("m", filepath=tmp_path / "m.py", code=code)
+    found = []
+    for name in ("Config", "serve"):
+        kind().on_object(obj=module[name])
+        docstring = module[name].docstring
+        docstring.parser = "google"
+        (section,) = [one for one in docstring.parsed if one.kind.value == "parameters"]
+        (option,) = section.value
+        found.append((section.title, option.name, str(option.annotation), option.default, option.description))
+    assert found == [
+        ("Options:", "size", "int | str", '"auto"', 'tokens of a page, or\n"\\*" for all.'),
+        ("Options:", "port", "int", "8000", "where it listens."),
+    ]
+
+
 @pytest.mark.slow
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
