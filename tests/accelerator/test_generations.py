@@ -20,8 +20,8 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.compiling import compiler_options
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.recipes import compiler_options
 from rekindle_kernels import LinearOptions, deprecated, gpus, grouped_linear, int4, linear, tuning
 from rekindle_kernels.xla import linear as xla_linear
 

@@ -21,8 +21,8 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import host_pages
 from rekindle._src.programs.buckets import COPY, Bucket, Helper
-from rekindle._src.programs.compiling import compiler_options
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.recipes import compiler_options
 from rekindle_kernels import deprecated, tuning
 
 pytestmark = pytest.mark.accelerator

@@ -20,6 +20,8 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.programs import lattice as module
 from rekindle._src.programs import packing
 from rekindle._src.programs.buckets import GATHER, SCATTER, TABLES, Helper
+from rekindle._src.programs.layered import LayeredForward, LayeredStep
+from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.programs import Programs
 
 MODEL = tiny_model()
@@ -58,6 +60,52 @@ def test_mixed_steps_and_slots_used_again(driver: Driver) -> None:
         assert [live.outputs for live in lives] == [expected(prompt, 9) for prompt in prompts]
         for live in lives:
             driver.remove(live)
+
+
+def test_parts_change_the_tables_that_whole_programs_change(as_on_accelerators: None) -> None:
+    """A GPU's session begins with steps made of parts, and goes on in whole ones: both find the other's tables."""
+    config = tiny_config(max_model_len=256, device_pages=100, max_requests=2)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
+    programs.settle_for(Form.PARTS)
+    runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
+    driver = Driver(runner)
+    try:
+        prompts = [prompt_of(index, 4 + 27 * index) for index in range(2)]
+        lives = [driver.add(prompt, Sampling(max_tokens=20)) for prompt in prompts]
+        for live in lives:
+            while live.computed < len(live.request.token_ids):
+                driver.step([(live, 7)])
+        for _ in range(3):
+            driver.step([(live, None) for live in lives])
+        assert any(isinstance(program, LayeredStep) for program in programs.ledger.ready.values())
+        programs.replace_parts()
+        assert not any(isinstance(program, LayeredStep) for program in programs.ledger.ready.values())
+        driver.finish(lives)
+        assert [live.outputs for live in lives] == [expected(prompt, 20) for prompt in prompts]
+    finally:
+        runner.close()
+
+
+@pytest.mark.slow
+def test_guided_rows_in_parts_find_their_tables(as_on_accelerators: None) -> None:
+    """The first half of their steps returns the tables, which the steps after it change further."""
+    config = tiny_config(max_model_len=256, device_pages=100, max_requests=2)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
+    programs.settle_for(Form.PARTS)
+    runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
+    driver = Driver(runner)
+    try:
+        live = driver.add(prompt_of(20, 33), Sampling(max_tokens=40))
+        live.request = extended(live.request, Guidance(RuleGuide(lambda position, last: range(7, 320, 7))))
+        driver.finish([live], chunk=8)
+        assert any(isinstance(program, LayeredForward) for program in programs.ledger.ready.values())
+
+        def choose(logits: np.ndarray, output: list[int]) -> int:
+            return 7 * (1 + int(np.argmax(logits[7::7])))
+
+        assert live.outputs == plain_tokens(MODEL, prompt_of(20, 33), 40, choose, context=256)[0]
+    finally:
+        runner.close()
 
 
 @pytest.mark.thorough

@@ -150,6 +150,12 @@ class Compiled:
         """Kinds of the entries that the host starts one by one: a single command buffer where all is one graph."""
         return [thunk.kind for thunk in self.thunks if thunk.depth == 0]
 
+    @property
+    def launched(self) -> list[str]:
+        """The names of all kernels and library calls, those in branches and loops too."""
+        wrappers = ("kCommandBuffer", "kConditional", "kWhile")
+        return [thunk.name for thunk in self.thunks if thunk.kind not in wrappers]
+
     def moves(self, least: int) -> list[str]:
         """Instructions, inside fusions too, that move an array of at least so many bytes."""
         found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle._src.programs.compiling import compiler_options
+from rekindle._src.programs.recipes import compiler_options
 
 
 def test_loops_and_conditionals_are_captured_on_gpus_only() -> None:

@@ -547,6 +547,26 @@ def test_the_program_that_decodes_waits_for_the_opening(monkeypatch: pytest.Monk
     going.stop(60)
 
 
+def test_a_gpus_first_programs_are_made_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep both cores busy for seconds, so that the one that decodes does not wait for the opening; and whole ones
+    wait longer where a process may want one text alone."""
+    many_layers(monkeypatch)
+    monkeypatch.setattr(warming, "FOR_OPENING", 60.0)
+    monkeypatch.setattr(warming, "current_platform", lambda: "gpu")
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    decode = first_needed(programs, restoring=False)[1]
+    going = Warming(programs, "lazy")
+    try:
+        eventually(lambda: programs.ready(decode))
+    finally:
+        going.stop(60)
+    monkeypatch.undo()
+    monkeypatch.setattr(warming, "is_deep", lambda programs: True)
+    soon = warming.seconds_of_parts(programs, "lazy")
+    monkeypatch.setattr(warming, "current_platform", lambda: "gpu")
+    assert warming.seconds_of_parts(programs, "background") == soon < warming.seconds_of_parts(programs, "lazy")
+
+
 @pytest.mark.thorough
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recipes, "kernels", lambda self: ["some"])

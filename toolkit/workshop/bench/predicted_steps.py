@@ -94,8 +94,8 @@ def counted_now(shape: str) -> Counted:
     from helpers import compilers
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.programs.buckets import Bucket
-    from rekindle._src.programs.compiling import compiler_options
     from rekindle._src.programs.programs import Programs
+    from rekindle._src.programs.recipes import compiler_options
     from rekindle_kernels import deprecated
 
     totals, syncs = [], 0

@@ -27,7 +27,7 @@ from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, Key, StepSpan
 from rekindle._src.programs.kv_layout import Paging
-from rekindle._src.programs.packing import Layout, unpack
+from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.row_option import GREEDY
@@ -46,9 +46,10 @@ class OpeningOutput(NamedTuple):
     tables: Tables
     own: tuple[Array, ...]  # what each layer reads alone, or nothing
     inputs: StepInputs
+    page_tables: Array | None  # the resident ones, with the step's changes; None where each step brings its own
 
 
-Opening = Callable[[Leaves, Array, Array, Array], OpeningOutput]
+Opening = Callable[..., OpeningOutput]  # of leaves, last tokens, both buffers, and resident page tables if there are
 Layer = Callable[..., tuple[paged.Layer, Array]]  # of leaves, pages, x, tables, paging, and what it reads alone
 Streams = tuple[Array, ...]  # [R + T, E]: the output of the last layer, and the inputs of layers that are read
 Closing = Callable[[Leaves, RequestState, Streams, StepInputs], tuple[RequestState, StepOutput]]
@@ -100,13 +101,18 @@ class Cut:
 
 
 def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
-    """Return the part from a step's buffers to the first layer. The leaves are the outer ones."""
+    """Return the part from a step's buffers to the first layer. The leaves are the outer ones. The caller donates
+    resident page tables."""
 
-    def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> OpeningOutput:
-        inputs = unpack(layout, page_size, ints, floats, last_token)
+    def opening(
+        outer: Leaves, last_token: Array, ints: Array, floats: Array, page_tables: Array | None = None
+    ) -> OpeningOutput:
+        page_tables = changed_tables(layout, ints, page_tables)
+        inputs = unpack(layout, page_size, ints, floats, last_token, page_tables)
         model = cut.model(cut.outer, outer)
         x, tables = model.begin(inputs.tokens, inputs.positions, inputs.rope_lengths)
-        return OpeningOutput(x, tuple(tables.tables[rope] for rope in model.config.ropes), tables.own, inputs)
+        of_ropes = tuple(tables.tables[rope] for rope in model.config.ropes)
+        return OpeningOutput(x, of_ropes, tables.own, inputs, page_tables)
 
     return opening
 
@@ -194,12 +200,14 @@ class LayeredProgram:
         return "\n".join(part.as_text() or "" for part in (self._opening, *dict.fromkeys(self._layers)))
 
     def _run(
-        self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array
-    ) -> tuple[tuple[Any, ...], paged.KV, Streams, StepInputs]:
-        """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
+        self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array, page_tables: Array | None
+    ) -> tuple[tuple[Any, ...], paged.KV, Streams, OpeningOutput]:
+        """Run the opening and the layers. Return the outer leaves, the pages, the closing's streams, and the opening's
+        results."""
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
-        opened: OpeningOutput = self._opening(outer, last_token, ints, floats)
+        resident = () if page_tables is None else (page_tables,)
+        opened: OpeningOutput = self._opening(outer, last_token, ints, floats, *resident)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
         wanted = self._reads
         streams = {0: x} if 0 in wanted else {}
@@ -208,7 +216,7 @@ class LayeredProgram:
             new_kv[source], x = layer(mine, new_kv[source], x, tables, paging, *own)
             if number + 1 in wanted:
                 streams[number + 1] = x
-        return outer, tuple(new_kv), (x, *(streams[layer] for layer in wanted)), opened.inputs
+        return outer, tuple(new_kv), (x, *(streams[layer] for layer in wanted)), opened
 
 
 class LayeredStep(LayeredProgram):
@@ -219,8 +227,9 @@ class LayeredStep(LayeredProgram):
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
         closing = greedy or self._rest()  # before pages are donated, since it may have to compile
-        outer, new_kv, streams, inputs = self._run(leaves, kv, state.last_token, ints, floats)
-        new_state, output = closing(outer, state, streams, inputs)
+        outer, new_kv, streams, opened = self._run(leaves, kv, state.last_token, ints, floats, state.tables)
+        state = state._replace(tables=opened.page_tables)
+        new_state, output = closing(outer, state, streams, opened.inputs)
         return new_kv, new_state, output
 
 
@@ -228,11 +237,19 @@ class LayeredForward(LayeredProgram):
     """The first half of a late step, made of parts."""
 
     def __call__(
-        self, leaves: Leaves, kv: paged.KV, last_token: Array, ints: Array, floats: Array, operands: Operands
-    ) -> tuple[paged.KV, ChoiceInputs, tuple[Any, ...]]:
+        self,
+        leaves: Leaves,
+        kv: paged.KV,
+        last_token: Array,
+        ints: Array,
+        floats: Array,
+        operands: Operands,
+        page_tables: Array | None = None,
+    ) -> tuple[Any, ...]:
         closing = self._rest()
-        outer, new_kv, streams, inputs = self._run(leaves, kv, last_token, ints, floats)
-        return new_kv, *closing(outer, streams, inputs)
+        outer, new_kv, streams, opened = self._run(leaves, kv, last_token, ints, floats, page_tables)
+        resident = () if opened.page_tables is None else (opened.page_tables,)
+        return new_kv, *closing(outer, streams, opened.inputs), *resident
 
 
 # With 5 layers a first text waits 0.5 s for parts and 1.7 s for whole programs. A layer as a part takes about as long
@@ -365,7 +382,7 @@ class LayeredPrograms:
                 future.set_result(self._store.load(part.name))
                 return []
             except StoreError:
-                lowered = self._traced(part).lower()
+                lowered, options = self._traced(part).lower(), self._recipes.part_options
         except BaseException as error:
             self._give_up(part.name, future, error)
             raise
@@ -373,7 +390,7 @@ class LayeredPrograms:
         def compile_it() -> None:
             try:
                 with watching_hits() as hits:
-                    compiled = compiled_with(lowered, self._recipes.step_options)
+                    compiled = compiled_with(lowered, options)
                     cached = hits()
             except BaseException as error:
                 self._give_up(part.name, future, error)
@@ -420,9 +437,11 @@ class LayeredPrograms:
         function = make_opening(self._cut, layout, recipes.page_size)
 
         def arguments() -> tuple[Any, ...]:
-            return self._outer, recipes.state.last_token, *recipes.upload(layout)
+            resident = (recipes.state.tables,) if recipes.resident else ()
+            return self._outer, recipes.state.last_token, *recipes.upload(layout), *resident
 
-        return ProgramPart(self._opening_name(key), function, arguments, opens=(key.rows, key.tokens))
+        donated = (4,) if recipes.resident else ()
+        return ProgramPart(self._opening_name(key), function, arguments, donated, opens=(key.rows, key.tokens))
 
     def _layer(self, key: Bucket, layer: int) -> ProgramPart:
         recipes, cut = self._recipes, self._cut

@@ -151,7 +151,7 @@ class Programs:
 
     def quicker_in_parts(self, keys: Sequence[Key]) -> bool:
         """True if a first text would wait for these programs, and their parts are ready much sooner."""
-        return bool(self.recipes.kernels()) and self._layered.quicker(keys)
+        return self.recipes.compiles_slowly and self._layered.quicker(keys)
 
     def settle_for(self, form: Form) -> None:
         """Let steps run programs in `form` or better from now on, which decides how further ones are made.

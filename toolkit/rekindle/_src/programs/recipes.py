@@ -35,13 +35,30 @@ from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, DeviceLayout, Partitioning, Recipe
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
-from rekindle_kernels import LayerKV, int4, kernels_for, zeros
+from rekindle_kernels import LayerKV, current_platform, int4, kernels_for, zeros
 
 # Options of XLA:CPU for steps with native attention and products: one thread does half of the work that two share
 # by default (jax 0.10, Zen 3, six layers: 0.4 s instead of 0.9 for one token, 1.4 instead of 1.9 for 128), and steps
 # take as long. Parts of level 1 would save a fifth of a second in the closing of drawn tokens and nothing elsewhere,
 # and sum in another order. The program that copies pages takes a hundred times longer with these options.
 LEAN: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
+# One graph per step on a GPU: its conditionals and loops run on the device, inside the CUDA graph of its kernels. By
+# default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
+# waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is
+# ahead of the device only while it never waits. Compiling for an H100 shows that the options make one graph
+# (tests/accelerator/test_steps.py). Where the driver is older than 12.3, XLA leaves conditions to the host.
+# These are XLA's defaults, and WHILE; the option replaces them all.
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+# Parts serve a GPU's first seconds: their matrix products are those of its library, which compiles no Triton kernel for
+# each shape and times no candidates on the device. Whole programs replace them, with the tiles that were the fastest.
+PARTS_ON_GPU: dict[str, str | bool] = {
+    "xla_gpu_enable_command_buffer": CAPTURED, "xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": "0",
+}  # fmt: skip
+
+
+def compiler_options(platform: str | None = None) -> dict[str, str | bool] | None:
+    """Return XLA's options for programs on this platform; None for its own defaults."""
+    return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +127,7 @@ class Recipes:
     def kernels(self) -> list[str]:
         """Return the native kernels that steps call, by the shapes; empty for other implementations and platforms."""
         implementations = {self.config.kernels, self.graph.precision.implementation}
-        if not implementations <= {None, "native"} or jax.default_backend() != "cpu":
+        if not implementations <= {None, "native"} or current_platform() != "cpu":
             return []
         leaves = dict(zip(self.graph.paths, self.leaves, strict=True))
         matrices = {path: leaf for path, leaf in leaves.items() if path.endswith("weight") and len(leaf.shape) > 1}
@@ -134,6 +151,18 @@ class Recipes:
         """
         latent = any(pages.latent for pages in self.graph.config.kinds_of_pages)
         return LEAN if self.kernels() and not latent else {}
+
+    @functools.cached_property
+    def part_options(self) -> Mapping[str, str | bool]:
+        """XLA's options for parts of steps. On GPUs products are those of the library at first, and rounded as it does:
+        timing decides there in which order whole programs add."""
+        return PARTS_ON_GPU if current_platform() == "gpu" else self.step_options
+
+    @property
+    def compiles_slowly(self) -> bool:
+        """True if a first text would wait for whole programs much longer than for their parts: on GPUs, and on CPUs
+        where native kernels serve."""
+        return current_platform() == "gpu" or bool(self.kernels())
 
     def layout(self, bucket: Bucket) -> Layout:
         most, features = self.config.max_requests, self.features

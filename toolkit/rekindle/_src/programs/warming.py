@@ -20,7 +20,7 @@ from rekindle._src.programs.buckets import SCATTER, Bucket, Key
 from rekindle._src.programs.ledger import Form, ProgramRecord
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, InvalidRequest
-from rekindle_kernels import build_kernels
+from rekindle_kernels import build_kernels, current_platform
 
 
 class Maker(Protocol):
@@ -103,9 +103,11 @@ def seconds_of_parts(programs: Programs, precompile: str) -> float:
     """Return the time that programs of parts serve alone, from the opening until whole ones are compiled.
 
     The first text may be the only one; then neither this process nor the next one compiles more than it used. With
-    "lazy" that is likelier. Either way whole programs are ready by the tenth second.
+    "lazy" that is likelier. Either way whole programs are ready by the tenth second on a CPU. A GPU's take ten to
+    twenty seconds each, and a process ends when the one being compiled is ready.
     """
-    return 0.7 if precompile == "background" or is_deep(programs) else 6.0
+    soon = is_deep(programs) and current_platform() != "gpu"
+    return 0.7 if precompile == "background" or soon else 6.0
 
 
 def warm(
@@ -236,7 +238,7 @@ class Warming:
         self.in_peace = self._in_parts  # parts serve, and only programs in demand are compiled
         self._awaited = self._prefill_and_decode if restoring and not self._in_parts else []
         # A deep model's programs are compiled while weights are read: a first text would wait for them for seconds.
-        self._is_deep = is_deep(programs) and bool(programs.recipes.kernels())
+        self._is_deep = is_deep(programs) and programs.recipes.compiles_slowly
         self._thread = threading.Thread(target=self._work, name="rekindle warming", daemon=False)
         finish_at_exit(self)
         self._thread.start()
@@ -402,9 +404,13 @@ class Warming:
         """Make the program that decodes, in parts, after the others, which have all cores until then.
 
         The first text needs the program of its prompt alone, which also makes further tokens until decoding is ready.
-        It needs weights and vocabulary, too: where these come soon, they have the cores.
+        It needs weights and vocabulary, too: where these come soon, they have the cores. A GPU's parts take seconds
+        each, and fewer of them together.
         """
         keys = self._prefill_and_decode
+        if current_platform() == "gpu":
+            self._warm(keys)
+            return
         with self._programs.ledger.made_next(keys[-1]):
             self._warm(keys[:-1])
             if not all(map(self._programs.load, keys[-1:])):
