@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -139,6 +139,27 @@ class LocalReplica:
         self.die()
 
 
+def local_parts(make: Callable[[], Session], roles: Sequence[Role], connections: list[LocalReplica]) -> FleetParts:
+    """What a fleet is made of: replicas in this process, which `connections` gets, too."""
+
+    def another() -> LocalReplica:
+        role = roles[min(len(connections), len(roles) - 1)]
+        made = LocalReplica(f"local-{len(connections)}", make, role)
+        connections.append(made)
+        return made
+
+    given = [another() for _ in roles]
+    session = make()
+    info = _info_of(session._client)
+    session.close()
+
+    def close() -> None:
+        for connection in connections:
+            connection.close()
+
+    return FleetParts(given, info, another, close, f"test-{next(_names)}")
+
+
 @contextmanager
 def local_fleet(
     make: Callable[[], Session] = lambda: fake_session(CONFIG), *, replicas: int = 2, router: str = "affinity",
@@ -147,27 +168,11 @@ def local_fleet(
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
     before = ours()
     connections: list[LocalReplica] = []
-
     given_roles = roles_of(roles, None) if roles else ("both",) * replicas
     replicas = len(given_roles)
 
-    def another() -> LocalReplica:
-        role = given_roles[min(len(connections), replicas - 1)]
-        made = LocalReplica(f"local-{len(connections)}", make, role)
-        connections.append(made)
-        return made
-
     def parts() -> FleetParts:
-        given = [another() for _ in range(replicas)]
-        session = make()
-        info = _info_of(session._client)
-        session.close()
-
-        def close() -> None:
-            for connection in connections:
-                connection.close()
-
-        return FleetParts(given, info, another, close, f"test-{next(_names)}")
+        return local_parts(make, given_roles, connections)
 
     fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
     try:

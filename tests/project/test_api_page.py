@@ -7,6 +7,9 @@ import asyncio
 import dataclasses
 import inspect
 import re
+import sys
+import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,11 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers import fleets
 from rekindle import tiny
+from rekindle._src import replicas
+from rekindle._src.replicas.fleet_backend import FleetParts
+from rekindle._src.replicas.routing import Role
 from rekindle._src.session.views import Views
 
 PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "api.md"
@@ -32,6 +39,7 @@ KINDS = (
     rekindle.ScoreTable,
     rekindle.RowAnswers,
     rekindle.Server,
+    rekindle.Fleet,
     rekindle.SharedPages,
     Views,
 )
@@ -95,9 +103,26 @@ def lora() -> dict[str, np.ndarray]:
     return {f"{name}.lora_a": np.zeros((rows, 4), np.float32), f"{name}.lora_b": np.zeros((4, columns), np.float32)}
 
 
+def replicas_here(
+    model: str,
+    options: dict[str, Any],
+    roles: Sequence[Role],
+    resources: object,
+    *,
+    shared: str | None,
+    most: int | None,
+) -> FleetParts:
+    """Stand in for Ray: replicas in this process, over real sessions."""
+    assert resources is shared is most is None
+    return fleets.local_parts(lambda: rekindle.open_sync(model, **options), roles, [])
+
+
 @pytest.mark.thorough
 def test_the_examples_run_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    on_ray = types.SimpleNamespace(parts=replicas_here)
+    monkeypatch.setitem(sys.modules, "rekindle._src.replicas.on_ray", on_ray)
+    monkeypatch.setattr(replicas, "on_ray", on_ray, raising=False)
     names: dict[str, Any] = {"lora": lora()}
 
     async def page() -> None:
