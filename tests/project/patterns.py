@@ -144,6 +144,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
         "_ORIGIN": STRANGER("an Origin header", "MOST_HEADER_BYTES"),
         r"\*|(\*\.)?[^][:/@\s*]{1,253}": USER("an allowed host", "253 characters"),
     },
+    "toolkit/rekindle/_src/structured/automata.py": {"_REPORTED": STRANGER("a grammar", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/compilers.py": {
         "(_LARK, _GBNF)": STRANGER("a grammar", "MAX_STRUCTURE"),
         "_WHOLE": STRANGER("a grammar", "MAX_STRUCTURE"),

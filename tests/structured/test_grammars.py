@@ -58,7 +58,7 @@ def ids(text: str) -> list[int]:
 
 
 @pytest.mark.parametrize("most", [2_000, compile_worker.MOST_STATES])
-def test_the_states_of_a_sequence_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_states_of_an_automaton_are_bounded(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is generated, a new state remembers where each of the last 300 characters was an "a"."""
     monkeypatch.setattr(compile_worker, "MOST_STATES", most)
     one = guide(Grammars(TOKENIZER, VOCAB), regex="(.|\n)*a(.|\n){300}")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from project.bounds.records import OURS, PACE, SHOWN, SMALL, STRANGER, TIME, Bound, Other, within
 from rekindle._src.core import options
+from rekindle._src.structured import automata as automata_module
 from rekindle._src.structured import compilers
 
 
@@ -53,6 +54,40 @@ def schemas(count: int) -> Callable[[], object]:
     return work
 
 
+def automata(count: int) -> Callable[[], object]:
+    """Follow 16 grammars, whose states have a row for many letters, until they take so many parts of their bound."""
+    from random import Random
+
+    import numpy as np
+
+    from project.bounds.serve import tiny
+    from rekindle import Sampling
+    from rekindle._src.core.records import mask_words
+    from rekindle._src.structured.grammar import Grammars
+    from rekindle._src.structured.spec import structure_of
+
+    letters = [chr(code) for code in range(48, 123) if chr(code).isalnum()]
+    pairs = "|".join(f"{letter}[^{letters[at - 1]}]" for at, letter in enumerate(letters))
+    tokenizer, draw = tiny(), Random(1)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, 16)
+    guides = []
+    for number in range(16):
+        structure = structure_of(Sampling(regex=f"({pairs}){{0,{3_000 + number}}}"))
+        assert structure is not None
+        guides.append(grammars.compile(structure.spec).guide(tokenizer.eos_ids))
+    mask = np.zeros(mask_words(tokenizer.vocab_size), np.int32)
+
+    def work() -> object:
+        while True:
+            for guide in guides:
+                if guide.fill(mask) or grammars._automata.nbytes * 64 > automata_module.MOST_BYTES * count:
+                    return grammars, guides
+                bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+                guide.consume(int(draw.choice(np.flatnonzero(bits))))
+
+    return work
+
+
 BOUNDS: list[Bound] = [
     STRANGER(
         "core/options.py: MAX_STOPS, MAX_STOP_CHARACTERS",
@@ -73,6 +108,16 @@ BOUNDS: list[Bound] = [
         count=1,
         seconds=compilers.COMPILE_SECONDS + 1,
         mib=256,
+    ),
+    STRANGER(
+        "structured/automata.py: MOST_BYTES, MOST_BYTES_A_REQUEST",
+        counts="64ths of the memory of grammars that texts follow",
+        most=64,
+        unit="states of a regex with many letters",
+        feed=automata,
+        count=64,
+        seconds=20,
+        mib=288,
     ),
 ]
 
@@ -109,7 +154,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     },
     "structured/endings.py": {"_LONGEST": TIME, "_MOST_TRIED": TIME, "_MOST_AT_ONCE": PACE},
     "structured/compile_worker.py": {
-        "MOST_STATES": Other("of a sequence that runs: 0.5 kB each, and 70 MiB for all of them"),
+        "MOST_STATES": within("64ths of the memory of grammars that texts follow"),
     },
     "structured/spec.py": {"_MOST_LEVELS": SMALL},
 }  # fmt: skip

@@ -114,7 +114,7 @@ class Session(OpenModel, RolloutRequests):
 
         services: dict[SessionService[Any], Any] = {}
         if isinstance(tokenizer, Tokenizer):
-            services[GRAMMARS] = Grammars(tokenizer, vocab_size or tokenizer.vocab_size)
+            services[GRAMMARS] = Grammars(tokenizer, vocab_size or tokenizer.vocab_size, config.max_requests)
         real: Any = tokenizer  # a fake one has what detokenizing asks for
         front = Front(
             Engine(scheduler, runner, config),

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-# Of the automaton that a sequence's regexes become while they are followed. A state takes about 0.5 kB, so a sequence
-# takes 70 MiB at most; a text of maxLength makes 3 to 6 states for each character.
+# Of the automaton that a grammar's regexes become while they are followed, by all sequences together; its bytes have a
+# bound in `automata`. A text of maxLength makes 3 to 6 states for each character.
 MOST_STATES = 1 << 17
 SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 ms with 152,000 tokens
 
@@ -89,11 +89,18 @@ def new_matcher(tokenizer: Any, text: str) -> Any:
     """Compile a grammar from its text for llguidance. Raises `ValueError`."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
+    # `automata` reads the reports of errors.
+    limits = llguidance.LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=True)
     matcher = llguidance.LLMatcher(tokenizer, text, log_level=0, limits=limits)
     if matcher.is_error():
-        raise ValueError(matcher.get_error())
+        raise ValueError(reason(matcher))
     return matcher
+
+
+def reason(matcher: Any) -> str:
+    """Return the error of a matcher, without the state and grammar that it lists below."""
+    message: str = matcher.get_error()
+    return message.strip().partition("\n<")[0].strip()
 
 
 def first_mask(matcher: Any, mask: Any, size: int) -> None:
@@ -102,7 +109,7 @@ def first_mask(matcher: Any, mask: Any, size: int) -> None:
     matcher.unsafe_compute_mask_ptr(mask, size)
     seconds = time.thread_time() - start
     if matcher.is_error():
-        raise ValueError(f"nothing fits it: {matcher.get_error()}")
+        raise ValueError(f"nothing fits it: {reason(matcher)}")
     if seconds > SLOWEST_MASK:
         raise ValueError(f"finding the tokens that may begin it took {seconds * 1e3:.0f} ms, which all would wait for")
 

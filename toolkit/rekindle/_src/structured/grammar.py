@@ -15,6 +15,7 @@ import ctypes
 import dataclasses
 import hashlib
 import threading
+import time
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 
 from rekindle._src.core.records import GuideReport, Mask, NewGuide, mask_words
 from rekindle._src.structured import compile_worker
+from rekindle._src.structured.automata import MOST_BYTES, MOST_BYTES_A_REQUEST, Automata, Automaton
 from rekindle._src.structured.compilers import Compilers, Job, busy_error, first_line, refusal_error
 from rekindle._src.structured.endings import Bounds, Ending, Spelling
 from rekindle._src.structured.reasoning import ReasoningGuide, ReasoningRules, TokenTexts
@@ -54,11 +56,14 @@ class Guide:
 
     __slots__ = (
         "_at",
+        "_automata",
+        "_automaton",
         "_barred",
         "_ending",
         "_ends",
         "_first",
         "_matcher",
+        "_rows",
         "_run",
         "_skip",
         "accepting",
@@ -72,11 +77,14 @@ class Guide:
         matcher: Any,
         ends: frozenset[int],
         eos_ids: Collection[int],
+        automata: Automata,
+        automaton: Automaton,
         first: First | None = None,
         ending: Ending | None = None,
     ) -> None:
         """Set up; `first` is the matcher's state at the beginning, which may have taken long to compute."""
         self._matcher, self._ending = matcher, ending
+        self._automata, self._automaton, self._rows = automata, automaton, Automaton()
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
         self._first = first  # until the grammar takes a token
@@ -92,7 +100,7 @@ class Guide:
         clone = object.__new__(Guide)
         for name in Guide.__slots__:
             setattr(clone, name, getattr(self, name))
-        clone._matcher = self._matcher.deep_copy()
+        clone._matcher, clone._rows = self._matcher.deep_copy(), Automaton()
         clone._ending = None if self._ending is None else self._ending.copy()
         return clone
 
@@ -102,13 +110,27 @@ class Guide:
         return self._run[self._at : self._at + AHEAD]
 
     def fill(self, mask: Mask) -> str:
+        start = time.thread_time()
+        problem = self._fill(mask)
+        return problem or self._measured(time.thread_time() - start)
+
+    def _measured(self, seconds: float) -> str:
+        """Count a processor's seconds, as memory grows with them. Return the reason if it takes too much."""
+        automaton, rows = self._automaton, self._rows
+        automaton.since += seconds
+        rows.since += seconds
+        if automaton.since > automaton.due or rows.since > rows.due:
+            self._automata.measure(self._matcher, automaton, rows)
+        return automaton.problem or rows.problem
+
+    def _fill(self, mask: Mask) -> str:
         if self._first is not None:
             mask[:] = self._first.mask
         else:
             data = ctypes.addressof(ctypes.c_int32.from_buffer(mask.data))  # a fifth of the time of `mask.ctypes`
             self._matcher.unsafe_compute_mask_ptr(data, mask.nbytes)
             if self._matcher.is_error():
-                return first_line(self._matcher.get_error())
+                return self._error()
         view = mask.data  # reads and writes a word in a fifth of the time of an array
         words = [view[word] for word, _ in self._barred]
         for word, kept_bits in self._barred:
@@ -122,7 +144,20 @@ class Guide:
             self._ending.limit(mask, self._matcher, self.consumed, forced=self._at < len(self._run))
         return "" if any_left else "the grammar allows no token"
 
+    def _error(self) -> str:
+        """Measure the automaton, since a full one is not kept. Return the error of the matcher."""
+        self._automata.measure(self._matcher, self._automaton, self._rows)
+        return first_line(self._matcher.get_error())
+
     def consume(self, token: int) -> GuideReport:
+        start = time.thread_time()
+        report = self._consume(token)
+        if problem := self._measured(time.thread_time() - start):
+            self.ended = True
+            return GuideReport(ended=True, problem=report.problem or problem)
+        return report
+
+    def _consume(self, token: int) -> GuideReport:
         self.consumed += 1
         self._first = None
         forced = self._at < len(self._run) and self._run[self._at] == token
@@ -131,7 +166,7 @@ class Guide:
             return GuideReport(ended=True, by_eos=True, accepting=True)
         if not matcher.consume_token(token):
             self.ended = True
-            return GuideReport(ended=True, problem=first_line(matcher.get_error()))
+            return GuideReport(ended=True, problem=self._error())
         self.accepting = matcher.is_accepting()
         self.ended = matcher.is_stopped()
         self._move_on(forced)
@@ -197,17 +232,25 @@ class Grammar:
         ends: frozenset[int],
         warnings: Sequence[str],
         texts: TokenTexts,
+        automata: Automata,
         first: First | None = None,
     ) -> None:
         self.spec = spec
         self._texts = texts
+        self._automata = automata
+        self.automaton: Automaton = automata.open(matcher)
         self.warnings: tuple[str, ...] = tuple(warnings)  # rules that a lenient schema left out
         self._matcher, self._ends, self._first = matcher, ends, first
         self.bounds: Bounds | None = None
         plain = spec.kind in ("choice", "json") or (
             spec.kind == "schema" and not any(sign in spec.text for sign in _EXPRESSIONS)
         )
-        self.nbytes: int = (_LEAST_BYTES if plain else _EXPRESSION_BYTES) + _BYTES_PER_CHARACTER * len(spec.text)
+        self._compiled_bytes = (_LEAST_BYTES if plain else _EXPRESSION_BYTES) + _BYTES_PER_CHARACTER * len(spec.text)
+
+    @property
+    def nbytes(self) -> int:
+        """About as much memory as it takes, which grows while texts follow it."""
+        return max(self._compiled_bytes, self.automaton.nbytes)
 
     def guide(
         self, eos_ids: Collection[int], rules: ReasoningRules | None = None, budget: int | None = None
@@ -217,14 +260,15 @@ class Grammar:
         By the `rules` of a reply it begins with the answer.
         """
         ending = None if self.bounds is None else Ending(self.bounds, budget)
-        guide = Guide(self._matcher.deep_copy(), self._ends, eos_ids, self._first, ending)
+        matcher = self._matcher.deep_copy()
+        guide = Guide(matcher, self._ends, eos_ids, self._automata, self.automaton, self._first, ending)
         return guide if rules is None else ReasoningGuide(rules, self._texts, tuple(self._ends), guide)
 
 
 class Grammars:
     """Compiles specs for one tokenizer and a vocabulary that may be larger than it, and keeps the latest ones."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_requests: int = 1) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._lock = threading.RLock()  # a job may end in a thread that begins another one
         self._reading = threading.Lock()  # held while the tokenizer is made, which may take a second
@@ -235,8 +279,14 @@ class Grammars:
         self._jobs: dict[Spec, Job[Grammar]] = {}
         self._compilers = Compilers(self._compile, self._needs, self._ready)
         self.texts: TokenTexts = TokenTexts(tokenizer)
+        self._automata = Automata(max(MOST_BYTES, max_requests * MOST_BYTES_A_REQUEST), self._forget)
         self.compiled: int = 0
-        self.kept_bytes: int = 0  # about as much memory as the kept grammars take
+
+    @property
+    def kept_bytes(self) -> int:
+        """About as much memory as the kept grammars take."""
+        with self._lock:
+            return sum(grammar.nbytes for grammar in self._grammars.values())
 
     def find(self, spec: Spec) -> Grammar | None:
         """Return a grammar that was compiled before, or None."""
@@ -319,17 +369,26 @@ class Grammars:
             raise refusal_error(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
         first = First(mask, forced_run(matcher.deep_copy()))
-        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), self.texts, first)
+        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), self.texts, self._automata, first)
         if spec.kind in ("schema", "json"):
             grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)
         with self._lock:
             self.compiled += 1
-            former = self._grammars.pop(spec, None)
             self._grammars[spec] = grammar
-            self.kept_bytes += grammar.nbytes - (0 if former is None else former.nbytes)
-            while len(self._grammars) > KEPT or (self.kept_bytes > KEPT_BYTES and len(self._grammars) > 1):
-                self.kept_bytes -= self._grammars.popitem(last=False)[1].nbytes
+            self._grammars.move_to_end(spec)
+            kept_bytes = self.kept_bytes
+            while len(self._grammars) > KEPT or (kept_bytes > KEPT_BYTES and len(self._grammars) > 1):
+                kept_bytes -= self._grammars.popitem(last=False)[1].nbytes
         return grammar
+
+    def _forget(self, automaton: Automaton | None) -> bool:
+        """Drop the kept grammar with this automaton, or the least recently used one. True if there was one."""
+        with self._lock:
+            for spec, grammar in self._grammars.items():
+                if automaton is None or grammar.automaton is automaton:
+                    del self._grammars[spec]
+                    return True
+            return False
 
     def _needs(self, spec: Spec) -> dict[str, Any]:
         return {"tokenizer": self._tokenizer_message(), "vocab_size": self._vocab_size, "ends": self._ends(spec)}

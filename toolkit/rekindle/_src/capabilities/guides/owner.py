@@ -22,5 +22,5 @@ class GuidesPlan(CapabilityPlan):
         if (think_ids := tokenizer.pair("<think>", "</think>")) is not None:
             services[THINK_IDS] = think_ids
         if tokenizer.has_text:
-            services[GRAMMARS] = Grammars(tokenizer, session.programs.model.vocab_size)
+            services[GRAMMARS] = Grammars(tokenizer, session.programs.model.vocab_size, session.config.max_requests)
         return Provider(services)
