@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,35 @@ async def test_a_fork_and_a_continued_message_go_on_counting(tmp_path: Path) -> 
         begun = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "<think>abcd"}]
         reply = await session.chat(begun, reasoning_budget=6, continue_final_message=True, max_tokens=8)
         assert len(reply.reasoning) == 2 and "</think>" in reply.text
+
+
+async def test_a_fork_of_a_completion_is_one_of_its_handle(tmp_path: Path) -> None:
+    """It lost the budget, and took the reasoning for a part of the structure."""
+    async with written(tmp_path, "abcdefghij</think>Yes.") as session:
+        done = await session.chat(QUESTION, reasoning_budget=6)
+        fork = await session.fork(done, at=2)
+        assert fork.token_ids == done.token_ids[2:] and (fork.reasoning, fork.content) == ("cdef", done.content)
+        again = await session.fork(fork, at=1)
+        assert again.token_ids == done.token_ids[3:] and again.reasoning == "def"
+        several = await session.chat(QUESTION, reasoning_budget=6, n=2)
+        assert (await session.fork(several[1], at=3)).token_ids == several[1].token_ids[3:]
+        copied = pickle.loads(pickle.dumps(done))
+        assert copied == done and (await session.fork(copied, at=9)).reply is None
+
+
+async def test_a_fork_of_a_structured_completion_goes_on_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
+    schema = {"type": "object", "properties": {"sky": {"type": "string"}}, "required": ["sky"]}
+    async with written(tmp_path, '{not this}</think>\n\n{"sky":"blue"}', special=(*TAGS, "\n\n")) as session:
+        done = await session.chat(QUESTION, schema=schema, reasoning_budget=3)
+        for at in (1, 3, 6, 9):
+            fork = await session.fork(done, at=at)
+            assert fork.token_ids == done.token_ids[at:] and fork.parsed == done.parsed, at
+        copied = pickle.loads(pickle.dumps(done))
+        with pytest.raises(InvalidRequest, match="doesn't know where its structure begins") as refused:
+            session.fork(copied, at=6)
+        assert refused.value.field == "source"
+        assert (await session.fork(copied, at=6, schema=None, max_tokens=3)).text
 
 
 async def test_a_structure_begins_with_the_answer(tmp_path: Path) -> None:

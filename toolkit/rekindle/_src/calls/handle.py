@@ -13,7 +13,7 @@ from rekindle._src.calls.call import Call
 from rekindle._src.calls.prompts import Prompt, at_index
 from rekindle._src.capabilities.guides.request import StructuredText
 from rekindle._src.capabilities.pictures.request import PromptPictures
-from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
+from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget, reading
 from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
@@ -360,6 +360,7 @@ class Handle(RequestOutput, Call[T_co]):
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs) or None,
             index=index,
             covered=self.covered,
+            read_by=reading(self._prompt.extensions),
             captured=_captured(deltas),
             left_out=self.left_out,
         )
@@ -437,13 +438,18 @@ def keep_partial(error: BaseException, handles: Sequence[Handle[object]], so_far
     interrupted(error, outcome)
 
 
-def chat_of(source: Handle[Any], text: str) -> dict[str, Any]:
-    """Return the chat fields of a fork: the messages, and the reader of the reply that continues after `text`."""
-    prompt = source._prompt
-    reply = prompt.extensions.get(ChatReply)
+def chat_of(source: Completion | Handle[Any], text: str) -> dict[str, Any]:
+    """Return the chat fields of a fork: the messages, and the reader of the reply that continues after `text`.
+
+    A completion knows no messages.
+    """
+    if isinstance(source, Handle):
+        extensions, messages = source._prompt.extensions, source._prompt.messages
+    else:
+        extensions, messages = source.read_by, None
+    reply, budget = extensions.get(ChatReply), extensions.get(ReasoningBudget)
     continued = None if reply is None else ChatReply(reply.plan.after(source.prompt or "", text))
-    budget = prompt.extensions.get(ReasoningBudget)
-    return {"messages": prompt.messages, "reply": continued, "reasoning": budget}
+    return {"messages": messages, "reply": continued, "reasoning": budget}
 
 
 async def one_ended(handles: Sequence[Handle[object]]) -> None:

@@ -256,8 +256,9 @@ class Requests:
 
         `edit` replaces the tokens from `at` on. The source's sampling is kept, its seed included, except for the
         options given here: since a token's random numbers depend on seed and position alone, an unchanged fork repeats
-        the source. `max_tokens` becomes the rest of the source's. The reply of a chat's handle is read on for reasoning
-        and calls. Returns a submitted handle.
+        the source. `max_tokens` becomes the rest of the source's. The reply of a chat is read on for reasoning and
+        calls, and its budget of reasoning counts on; copies of a completion, as pickles are, don't know them. Returns a
+        submitted handle.
         """
         prompt_ids, tokens = source.prompt_token_ids, source.token_ids
         base = dataclasses.replace(source.sampling, seed=source.seed)
@@ -274,8 +275,9 @@ class Requests:
             )
         prefix = [*tokens[:at], *edited]
         text = tokenizer.decode(prefix, skip_special_tokens=False) if tokenizer.has_text else ""
-        chat = chat_of(source, text) if isinstance(source, Handle) else {}
-        covered = source.covered + len(prefix)
+        chat, covered = chat_of(source, text), source.covered + len(prefix)
+        if covered and base.structured and isinstance(source, Completion):
+            _check_copy(source, same_structure(sampling_of(self._front, sampling, options), base))
         handle = self._handle(
             [*prompt_ids, *prefix], sampling, options, base=base, covered=covered, copied=copied(source), **chat
         )
@@ -419,6 +421,13 @@ def structured_text(front: Front, sampling: Sampling, *, calls: bool = False) ->
         kind = structure.spec.kind
         raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
     return None if structure is None else StructuredText(structure, calls=calls)
+
+
+def _check_copy(source: Completion, goes_on: bool) -> None:
+    """Raise `InvalidRequest` if the structure of a fork `goes_on` and its source doesn't know where it begins."""
+    if goes_on and source.reasoning and not source.read_by:
+        problem = "is a copy, which doesn't know where its structure begins after the reasoning"
+        raise InvalidRequest("source", source.id, problem, "Fork the original or its handle, or pass schema=None")
 
 
 def same_structure(left: Sampling, right: Sampling) -> bool:

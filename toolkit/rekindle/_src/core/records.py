@@ -544,6 +544,8 @@ class Completion(Drawable, ForeignNames):
     )  # their positions in the prompt, tile by tile
     question: str = dataclasses.field(default="", repr=False, compare=False)  # the text that came with pictures
     left_out: LeftOut | None = None  # turns of a chat that the prompt leaves out, for want of room
+    # How a chat's reply is read, for its forks. Copies and pickles don't know it.
+    read_by: Extensions = dataclasses.field(default=NONE, repr=False, compare=False)
 
     if not TYPE_CHECKING:
 
@@ -641,8 +643,9 @@ class Completion(Drawable, ForeignNames):
         return f"<Completion {self.id}: {words.shorten(self.text)!r}, {summary}>"
 
     def __getstate__(self) -> list[Any]:
-        # Without the tokenizer: a pickled completion is text and numbers.
-        return [None if field.name == "decode" else getattr(self, field.name) for field in dataclasses.fields(self)]
+        # Without the tokenizer and the reader of replies: a pickled completion is text and numbers.
+        left_out = {"decode": None, "read_by": NONE}
+        return [left_out.get(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
 
 
 def summary_of(done: Completion) -> str:

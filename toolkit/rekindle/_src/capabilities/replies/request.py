@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rekindle._src.core.extension import Extension
+from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.records import FinishReason, IntArray, Request
 from rekindle._src.core.reply import ReasoningDelta, Reply, ReplyEvent, fold
 from rekindle._src.dispatch.backend import Front, Submission
@@ -37,6 +37,11 @@ class ReasoningBudget(Extension):
     message: str = ""
 
 
+def reading(extensions: Extensions) -> Extensions:
+    """Return the extensions that decide how a chat's reply is read."""
+    return Extensions(*(one for kind in (ChatReply, ReasoningBudget) if (one := extensions.get(kind)) is not None))
+
+
 class ReplyIntake(Capability[None]):
     """A chat's reply is read for reasoning and calls of tools; earlier ones stay as their model wrote them."""
 
@@ -56,7 +61,7 @@ class ReplyIntake(Capability[None]):
         scanner = reply.plan.scanner(submission.text or "", request.token_ids.tobytes(), request.sampling.seed)
         keep = partial(self._keep, request, submission.caller, reply.plan, front)
         count = partial(_tokens_in, front)
-        return ReplyOutput(scanner, reply.plan.visible, keep, count)
+        return ReplyOutput(scanner, reply.plan.visible, keep, count, reading(submission.extensions))
 
     def _keep(
         self, request: Request, caller: str, plan: ReplyPlan, front: Front, reply: Reply, token_ids: Sequence[int]
@@ -79,8 +84,8 @@ def _tokens_in(front: Front, text: str) -> int:
 
 class ReplyOutput(Part[None]):
     __slots__ = (
-        "_began", "_clock", "_count", "_events", "_keep", "_latest", "_reasoning_seconds", "_reasoning_tokens",
-        "_scanner", "_uncounted", "_waiting", "visible",
+        "_began", "_clock", "_count", "_events", "_keep", "_latest", "_read_by", "_reasoning_seconds",
+        "_reasoning_tokens", "_scanner", "_uncounted", "_waiting", "visible",
     )  # fmt: skip
 
     def __init__(
@@ -89,10 +94,12 @@ class ReplyOutput(Part[None]):
         visible: frozenset[str],
         keep: Callable[[Reply, Sequence[int]], None],
         count: Callable[[str], int],
+        read_by: Extensions = NONE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scanner, self.visible = scanner, visible
         self._count = count  # the tokens of a text
+        self._read_by = read_by
         self._reasoning_tokens = self._waiting = 0
         self._uncounted: list[str] = []  # reasoning of so many characters that wait to be counted
         self._clock, self._reasoning_seconds = clock, 0.0
@@ -134,4 +141,4 @@ class ReplyOutput(Part[None]):
             self._count_reasoning()
         self._end_reasoning()
         counted = {"reasoning_tokens": self._reasoning_tokens, "reasoning_seconds": self._reasoning_seconds}
-        return {"reply": reply, **counted}
+        return {"reply": reply, "read_by": self._read_by, **counted}
