@@ -30,6 +30,7 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 # Where an option takes more than the field holds.
 WIDER = {
+    "rope_scaling": str | Mapping[str, object] | None,
     "stop": str | Sequence[str] | None,
     "stop_token_ids": Sequence[int] | None,
     "allowed_token_ids": Sequence[int] | None,

@@ -95,6 +95,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
         "_TOKEN": STRANGER("a check's text, with an error of a library's", "512 characters from where it begins"),
         "_LOGIN": STRANGER("a check's text, with an error of a library's", "256 characters from where it begins"),
     },
+    "toolkit/rekindle/_src/core/rope_scaling.py": {"_PART": USER("an option of open()", "_LONGEST")},
     "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
     "toolkit/rekindle/_src/kvcache/persist/snapshot.py": {"_NAME": USER("a snapshot's name", "100 characters")},
     "toolkit/rekindle/_src/models/loading/checkpoint.py": {

@@ -36,6 +36,7 @@ from rekindle._src.core.options import (
     option,
     refuse_unknown,
 )
+from rekindle._src.core.rope_scaling import checked_rope_scaling
 from rekindle.errors import ConfigError
 
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
@@ -54,6 +55,7 @@ class OpenOptions(TypedDict, total=False):
     max_requests: int | None
     max_tokens_per_step: int | None
     max_model_len: int | None
+    rope_scaling: str | Mapping[str, object] | None
     page_size: int | None
     device_pages: int | None
     device_memory: int | str | None
@@ -144,6 +146,8 @@ class EngineConfig(Record):
         max_requests (16): sequences that run at once. A draft takes the place of one, so where all run there are none.
         max_tokens_per_step (512): tokens that decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
+        rope_scaling (None): a stretch of the positions beyond the model's own context: "yarn:4", "linear:2", or a dict
+            as transformers' rope_scaling. The session is one of another model then; max_model_len may be as much more.
         page_size (None): tokens per KV page, a power of two; None suits the platform's kernels.
         device_pages (None): KV pages on the device; None follows device_memory.
         device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, all free memory on GPU and TPU.
@@ -193,6 +197,9 @@ class EngineConfig(Record):
     max_requests: int = option(16, Whole(1), also=("command",))
     max_tokens_per_step: int = option(512, Whole(1))
     max_model_len: int | None = option(None, Whole(2), also=("command",))
+    rope_scaling: str | None = option(
+        None, checked_rope_scaling, also=("command",), text=TextForm("KIND:FACTOR[,original=N]")
+    )
     page_size: int | None = option(None, _page_size, text=TextForm("N", int))
     device_pages: int | None = option(None, Whole(2))
     device_memory: int | None = option(None, Size())

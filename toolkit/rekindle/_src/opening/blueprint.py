@@ -99,6 +99,8 @@ class Blueprint:
         layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
         if len(self.model.kinds_of_pages) > 1:
             layout += f" of {paged.groups_of(layers)}"
+        if config.rope_scaling is not None:
+            layout += f" positions {config.rope_scaling}"
         if config.deterministic:
             layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
         return Identity(

@@ -20,6 +20,7 @@ from rekindle._src.models.loading import kept_weights, stored
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.hugepages import PrefaultArena
 from rekindle._src.models.loading.kept_weights import MappedFile, MappedWeights, WeightForm
+from rekindle._src.models.loading.rope_override import with_scaling
 from rekindle._src.models.loading.stored import StoredCheckpoint
 
 MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
@@ -76,7 +77,8 @@ class HeadStart:
     def _look(self, folder: str | Path, config: EngineConfig) -> None:
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
-        checkpoint = self.seen = stored.look(folder, config.projector, drafts=reads_own_head(config))
+        checkpoint = stored.look(folder, config.projector, drafts=reads_own_head(config))
+        checkpoint = self.seen = with_scaling(checkpoint, config.rope_scaling)
         form = WeightForm(config.dtype, config.quantize)
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):

@@ -21,6 +21,7 @@ from rekindle._src.models.loading.checkpoint import CheckpointPlan, WeightForm, 
 from rekindle._src.models.loading.hub import on_disk
 from rekindle._src.models.loading.kept_weights import MappedWeights
 from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.rope_override import check_scaling, with_scaling
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.models.unpacking import unpacked_model
@@ -85,13 +86,15 @@ class CheckpointSource(ModelSource):
         try:
             stored = None if request.ahead is None else request.ahead.seen
             plan = describe(
-                stored or look(folder, config.projector, drafts=reads_own_head(config)),
+                stored
+                or with_scaling(look(folder, config.projector, drafts=reads_own_head(config)), config.rope_scaling),
                 WeightForm(config.dtype, config.quantize, divided=config.mesh is not None),
                 cache_dir=config.cache_folder,
                 device_memory=config.device_memory,
             )
         finally:
             shown.hidden = False
+        check_scaling(plan.graph.config, config.rope_scaling)
         return cls(str(request.model), plan)
 
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
@@ -120,6 +123,9 @@ class MemorySource(ModelSource):
 
     def placed(self, config: EngineConfig) -> tuple[EngineConfig, Placement]:
         """A model made on a mesh keeps that mesh."""
+        if config.rope_scaling is not None:
+            fix = "Pass the folder or the GGUF file of the model in its place"
+            raise ConfigError("rope_scaling", config.rope_scaling, "is for checkpoints, not for a model in memory", fix)
         placement = placement_of(checked_mesh(config.mesh), self.graph, processes=config.processes)
         if config.dtype == "auto":
             # Pages in fewer bits than the weights that are here would cost digits that the caller loaded on purpose.

@@ -23,6 +23,7 @@ from rekindle._src.core.words import count
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import WeightForm, describe, read
 from rekindle._src.models.loading.load_progress import Report
+from rekindle._src.models.loading.rope_override import with_scaling
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
@@ -50,7 +51,7 @@ def replacement(model: LoadedModel, weights: Any, config: EngineConfig, form: We
         return replace_weights(model, weights)
     own_head = model.config.draft_head is not None
     description = describe(
-        look(tiny.located(weights), drafts=own_head),
+        with_scaling(look(tiny.located(weights), drafts=own_head), config.rope_scaling),
         form or WeightForm(config.dtype, config.quantize),
         cache_dir=None if form is None else config.cache_folder,
         unpack=unpacks,
