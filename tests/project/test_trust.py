@@ -26,12 +26,13 @@ def test_every_test_that_it_names_exists(path: str, name: str) -> None:
 
 
 def test_every_sentence_about_trust_has_its_tests_or_promises_nothing() -> None:
-    """The sentences of SECURITY.md's table, and of the paragraph below it, are those of the page, in their order."""
+    """The sentences of SECURITY.md's list, and of the paragraph below it, are those of the page, in their order."""
     security = (ROOT / ".github" / "SECURITY.md").read_text()
     trusted = security[security.index("## What is trusted") : security.index("## What counts as")]
-    cells = [line.strip("| ").split(" | ", 1)[1] for line in trusted.splitlines() if line.startswith("| **")]
-    below = trusted[trusted.rindex("\n|") :].partition("\n\n")[2].partition("\n\n")[0]
-    cells.append(" ".join(below.split()))
+    listed, below, *_ = trusted.partition("\n\n")[2].split("\n\n")
+    items = [" ".join(item.split()) for item in listed.removeprefix("- ").split("\n- ")]
+    cells = [item.partition(": ")[2] for item in items] + [" ".join(below.split())]
+    assert all(item.startswith("**") for item in items)
     sentences = [one for cell in cells for one in re.split(r"(?<=[.])\s+(?=[A-Z`])", cell)]
     table = PAGE[PAGE.index("| sentence | tests |") :].splitlines()[2:]
     rows = [line.strip("| ").rsplit(" | ", 1) for line in table if line.startswith("| ")]
