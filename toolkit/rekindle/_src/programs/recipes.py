@@ -154,8 +154,8 @@ class Recipes:
 
     @functools.cached_property
     def part_options(self) -> Mapping[str, str | bool]:
-        """XLA's options for parts of steps. On GPUs, where timing decides in which order whole programs add, the library
-        computes the products of parts."""
+        """XLA's options for parts of steps. On GPUs the library computes their products: timing decides in which order
+        whole programs add."""
         return PARTS_ON_GPU if current_platform() == "gpu" else self.step_options
 
     @property
