@@ -46,6 +46,7 @@ FOLDERS = (
     "rekindle._src.session",
     "rekindle._src.integrations",
     "rekindle._src.replicas",
+    "rekindle._src.shelf",
     "rekindle._src.bench",
     "rekindle._src.cli",
     "rekindle",

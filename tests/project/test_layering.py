@@ -21,6 +21,7 @@ HOST = tuple(
         "evaluation",
         "session",
         "replicas",
+        "shelf",
         "cli",
     )
 )

@@ -105,6 +105,7 @@ if TYPE_CHECKING:
     from rekindle._src.session.session import Session
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
     from rekindle._src.session.tuning import Tuning
+    from rekindle._src.shelf.shelf import Shelf, ShelfModel, ShelfModelStats, ShelfStats, shelf
 
 _LAZY = {
     name: f"rekindle._src.{module}"
@@ -157,6 +158,7 @@ _LAZY = {
         "session.session": ("Session",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
         "session.tuning": ("Tuning",),
+        "shelf.shelf": ("Shelf", "ShelfModel", "ShelfModelStats", "ShelfStats", "shelf"),
     }.items()
     for name in names
 }  # fmt: skip
@@ -175,12 +177,13 @@ __all__ = [
     "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer",
     "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores",
-    "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "SleepReport",
-    "SnapshotInfo", "SnapshotRefused", "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream",
-    "SyncStream", "Tap", "TapContext", "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments",
-    "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe",
-    "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models",
-    "logit_difference", "logprob", "models", "open", "open_sync", "ray", "serve", "tiny",
+    "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "Shelf",
+    "ShelfModel", "ShelfModelStats", "ShelfStats", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer",
+    "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings",
+    "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike",
+    "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage",
+    "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob", "models", "open", "open_sync",
+    "ray", "serve", "shelf", "tiny",
 ]  # fmt: skip
 
 

@@ -64,6 +64,7 @@ class AdmissionLimiter:
 
     def __init__(self, places: int) -> None:
         self.places: int = places
+        self.admitted: int = 0  # sequences so far
         self.closed: BaseException | None = None
         self._free = places
         self._line: deque[_Waiter] = deque()
@@ -88,6 +89,7 @@ class AdmissionLimiter:
             if self._line or self._free < count:
                 return False
             self._free -= count
+            self.admitted += count
             return True
 
     async def enter(self, count: int, unless: Callable[[], bool] = lambda: False) -> bool:
@@ -149,6 +151,7 @@ class AdmissionLimiter:
         while self._line and self._line[0].count <= self._free and self.closed is None:
             waiter = self._line.popleft()
             self._free -= waiter.count
+            self.admitted += waiter.count
             waiter.admitted = True
             waiter.wakeup.wake()
 
