@@ -49,6 +49,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "scheduling/drafting/drafts.py": {"_MOST": PACE},
     "scheduling/followers.py": {"MAX_DRAFTS": PACE},
     "scheduling/ready_rows.py": {"_LONGEST": TIME},
+    "cli/commands/serve.py": {"LONGEST_IDLE": TIME},
     "shelf/keeper.py": {"MOST_WAITING": Other("requests in line; what they brought counts as bytes of requests")},
     "shelf/policy.py": {"LONGEST_STAY": TIME, "LONGEST_TURN": TIME},
     "shelf/shelf.py": {"MOST_MODELS": OURS, "LONGEST_IDLE": TIME},

@@ -20,6 +20,7 @@ from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
+from rekindle._src.shelf.shelf import Shelf, limits_of, shelf_of
 from rekindle.errors import MissingExtra, RekindleError
 
 
@@ -50,7 +51,7 @@ def _log_lines() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     with contextlib.ExitStack() as before:
-        for name in ("rekindle.server", "rekindle.progress"):
+        for name in ("rekindle.server", "rekindle.progress", "rekindle.shelf"):
             logger = logging.getLogger(name)
             if logger.level == logging.NOTSET:
                 before.callback(logger.setLevel, logging.NOTSET)
@@ -61,6 +62,20 @@ def _log_lines() -> Iterator[None]:
                 logger.addHandler(handler)
                 logger.propagate = False  # libraries that are imported later add a handler for everything
         yield
+
+
+def _shelf(
+    arguments: argparse.Namespace, models: Mapping[str, str], additions: Mapping[str, Any], options: Mapping[str, Any]
+) -> Shelf | None:
+    """Return a shelf of the models if they are to be loaded on demand; additions belong to the first."""
+    memory = None if arguments.models_memory is None else arguments.models_memory << 20
+    limits = limits_of(memory=memory, max_loaded=arguments.max_loaded, idle_unload=arguments.idle_unload)
+    if not any(limits):
+        return None
+    first = next(iter(models))
+    return shelf_of(
+        {name: (model, {**options, **(additions if name == first else {})}) for name, model in models.items()}, limits
+    )
 
 
 def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str]) -> int:
@@ -78,7 +93,8 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
     roles = {"prefill": arguments.prefill, "decode": arguments.decode} if arguments.prefill is not None else None
     additions: Any = usage.additions(arguments)
     openings: dict[str, Any] = {}
-    for name, model in models.items():
+    shelf = _shelf(arguments, models, additions, options)
+    for name, model in models.items() if shelf is None else ():
         if arguments.replicas is None and roles is None:
             openings[name] = open(model, **additions, **options)
         else:
@@ -93,7 +109,7 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
         listener.stop(0.0)
 
     asgi = app(
-        openings,
+        openings if shelf is None else shelf,
         api_key=keys,
         strict=arguments.strict,
         body_limit=arguments.body_limit << 20,
@@ -111,7 +127,8 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
     url = address(arguments.host, listening_socket.getsockname()[1])
 
     def started() -> None:
-        print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}; {url} has a page", file=sys.stderr)
+        when = "loads" if shelf is None else "loads at the first request of each:"
+        print(f"rekindle listens at {url}/v1 and {when} {', '.join(models)}; {url} has a page", file=sys.stderr)
 
     service = asgi.state.rekindle
     service.hosts.add(arguments.host)
@@ -128,6 +145,8 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
             listener.serve_forever()
     finally:
         listening_socket.close()
+        if shelf is not None:
+            shelf.close()
         for served in service.models.by_name.values():
             if served.session is not None:
                 served.session.close()

@@ -105,7 +105,7 @@ def event(name: str, data: Mapping[str, Any]) -> str:
 
 
 async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     options: dict[str, Any] = generation.sampling_options(fields, session)
     options["max_tokens"] = fields["max_tokens"]
     if fields.get("stop_sequences"):
@@ -144,7 +144,7 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the number of tokens of a conversation."""
-    _, session = generation.model_of(exchange, fields)
+    _, session = await generation.model_of(exchange, fields)
     template = template_options(fields)
     template.pop("tool_choice", None)
     content = RequestContent(exchange, session)

@@ -47,6 +47,8 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (info.TOKENIZE, info.tokenize, OpenAI()),
     (info.DETOKENIZE, info.detokenize, OpenAI()),
     (info.ABORT, info.abort, OpenAI()),
+    (info.LOAD_MODEL, info.load_model, OpenAI()),
+    (info.UNLOAD_MODEL, info.unload_model, OpenAI()),
 )
 LOADING: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (info.LOAD_ADAPTER, info.load_adapter, OpenAI()),
@@ -55,6 +57,7 @@ LOADING: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
 GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/v1/models", info.list_models, "The models that are served"),
     ("/v1/models/{name}", info.one_model, "One model"),
+    ("/models", info.list_models, "The same as /v1/models, as llama.cpp's router names it"),
     ("/tokenizer_info", info.tokenizer_info, "Special tokens and the chat template of the first model"),
     ("/health", info.health, "200 if every model answers"),
     ("/ping", info.health, "The same as /health"),
@@ -84,6 +87,8 @@ def app(
     failed: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
     """Return an ASGI app that serves a session, or several by name, as OpenAI's API. It closes none of them.
+
+    A shelf is several by name; a request loads the model that it names.
 
     `session` may still be opening: /health and requests get 503 until it is open. Then the app calls `opened` with its
     name, or `failed` with the error, which is logged if there is no `failed`.
@@ -136,7 +141,7 @@ def app(
     async def lifespan(_: Any) -> AsyncIterator[None]:
         async with anyio.create_task_group() as group:
             for served in service.models.by_name.values():
-                if served.session is None:
+                if served.opening is not None:
                     group.start_soon(load, served)
             yield
             group.cancel_scope.cancel()

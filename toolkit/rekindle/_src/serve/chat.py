@@ -39,7 +39,7 @@ _OF_BUDGET = ("reasoning_budget", "reasoning_budget_message")  # change no promp
 
 
 async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(fields), "logprobs": "top_logprobs"}
     form = generation.form_of(exchange, fields)
     options = {**chat_options(fields, session), **template_options(exchange, fields), **form}

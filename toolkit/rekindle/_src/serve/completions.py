@@ -45,7 +45,7 @@ EMBEDDINGS = Endpoint(
 
 
 async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     n, echo = fields.get("n", 1), fields.get("echo", False)
     if fields.get("best_of", n) != n:
         raise wrong("best_of", fields["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
@@ -65,11 +65,11 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
         if not echo:
             _let_go(exchange, fields)
         generation.submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
-        writer = _CompletionWriter(exchange, fields, served.name, session, active.handles)
+        writer = _CompletionWriter(exchange, fields, served.name, session, handles)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        results = await generation.wait_all(exchange, active, active.handles)
+        results = await generation.wait_all(exchange, active, handles)
         await exchange.reply(await writer.whole(results))
 
 
@@ -202,7 +202,7 @@ class _CompletionWriter(generation.Writer):
 
 
 async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     options: dict[str, Any] = {name: fields[name] for name in EMBED_OPTIONS if name in fields}
     if fields.get("priority"):
         options["priority"] = -fields["priority"]

@@ -90,7 +90,7 @@ RERANK = Endpoint(
 
 async def decisions(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with a decision for each question."""
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     exchange.names = {**exchange.names, "prompt": "input", "state": "input"}
     state, asked = input_text(fields.pop("input")), dict[str, Any]()
     for place, entry in enumerate(fields["questions"]):
@@ -177,7 +177,7 @@ def _answer(entry: Mapping[str, Any], decision: Any) -> dict[str, Any]:
 
 async def rerank(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the documents in the order of their relevance."""
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     exchange.names = {**exchange.names, "prompt": "documents"}
     query = fields["query"]
     documents = [one if isinstance(one, str) else one["text"] for one in fields.pop("documents")]

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -40,7 +40,7 @@ from rekindle._src.serve.ledger import REQUEST_MEMORY, Account, ByteLedger, byte
 from rekindle._src.serve.life import Active, Hosts, Life, address_of
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
-from rekindle._src.serve.models import Models, ServedSession
+from rekindle._src.serve.models import InLine, Lent, Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
 FINGERPRINT = f"rekindle-{VERSION}"
 
+PROGRESS_SECONDS = 1.0  # between two comments of a stream that waits for its model
 MOST_ITEMS = 10_000
 MOST_CHARACTERS = 16 << 20
 
@@ -191,6 +192,9 @@ class Exchange:
         # a key; without keys, the client's address.
         self.caller: str = self.key.hex() or address_of(scope.get("client"))
         self.account: Account = service.ledger.account(self.caller)
+        self._lent: Lent | None = None  # the use of a model that is loaded on demand
+        self._progress: Callable[[], str] | None = None  # of a wait for one
+        self._news: anyio.Event | None = None  # set when such a wait begins, for the heartbeat
 
     def rename(self, request_id: str) -> None:
         """Take the id in the request's body."""
@@ -201,6 +205,28 @@ class Exchange:
     def takes_on(self, tokens: int) -> AbstractContextManager[Active]:
         """Register the request with about `tokens` tokens in its prompts; see `Life.request`."""
         return self.service.life.request(self.request_id, self.key, tokens, named=self._named)
+
+    def holds(self, lent: Lent) -> None:
+        """Release the use of a model at the end of the request, unless `let_go` does before."""
+        self._lent = lent
+
+    def let_go(self) -> None:
+        """End the use of a model."""
+        if self._lent is not None:
+            self._lent.release()
+
+    @contextmanager
+    def waits(self, place: InLine, progress: Callable[[], str]) -> Iterator[None]:
+        """Count as a request of the server while its model is loaded; a stream says how far that is."""
+        with self.takes_on(0) as active:
+            active.handles.append(place)
+            self._progress = progress
+            if self._news is not None:
+                self._news.set()
+            try:
+                yield
+            finally:
+                self._progress = self._news = None
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""
@@ -259,14 +285,20 @@ class Exchange:
         await self.emit(data, last=True)
 
     async def beat(self) -> None:
-        """Send a comment after each pause: proxies cut connections that seem to be dead."""
-        seconds = self.service.heartbeat
+        """Send a comment after each pause: proxies cut connections that seem to be dead. While the request waits for
+        its model, say how far that is, after each second."""
         while not self._ended:
+            progress = self._progress
+            seconds = self.service.heartbeat if progress is None else min(PROGRESS_SECONDS, self.service.heartbeat)
             silent = time.monotonic() - self.sent_at
-            if silent < seconds:
+            if silent >= seconds:
+                await self.emit(b": waiting\n\n" if progress is None else f": {progress()}\n\n".encode())
+            elif progress is None:
+                self._news = self._news or anyio.Event()
+                with anyio.move_on_after(seconds - silent):
+                    await self._news.wait()
+            else:
                 await anyio.sleep(seconds - silent)
-            elif not self._ended:
-                await self.emit(b": waiting\n\n")
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.status = status
@@ -331,6 +363,7 @@ class JsonEndpoint:
                     status = await refusing(exchange, self._dialect, answer)
                     group.cancel_scope.cancel()
         finally:
+            exchange.let_go()
             service.metrics.http(endpoint.path, status)
 
     async def _read(self, exchange: Exchange, receive: Receive, group: TaskGroup) -> dict[str, Any]:

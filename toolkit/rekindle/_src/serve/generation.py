@@ -31,13 +31,16 @@ _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_addit
 MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
-def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[ServedModel, ServedSession]:
-    """Return the model that a request names, and its session. Rename the exchange if the body has a request_id."""
+async def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[ServedModel, ServedSession]:
+    """Return the model that a request names, and its session. Rename the exchange if the body has a request_id.
+
+    A model that is loaded on demand is waited for.
+    """
     if "request_id" in fields:
         exchange.rename(fields["request_id"])
     served = exchange.service.models.get(fields.get("model"))
     exchange.model = served.figures
-    return served, served.open()
+    return served, await served.take(exchange)
 
 
 def sampling_options(fields: Mapping[str, Any], session: ServedSession) -> dict[str, Any]:
@@ -186,6 +189,7 @@ def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) ->
         active.handles.append(handle)
         handle.caller = exchange.caller
         handle.submit()
+    exchange.let_go()  # its requests keep the model loaded
 
 
 async def wait_all(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:

@@ -70,10 +70,25 @@ UNLOAD_ADAPTER = Endpoint(
     (_MODEL, _ADAPTER_NAME, ignored("lora_int_id", "Not used.")),
 )
 
+# By the names of llama.cpp's router. The names are of the command line: no request brings a path.
+LOAD_MODEL = Endpoint(
+    "/models/load",
+    "Load a model, or wake it",
+    (Field("model", String(maximum=512, minimum=1), "The name of a served model.", required=True),),
+)
+UNLOAD_MODEL = Endpoint(
+    "/models/unload",
+    "Unload a model once no request uses it",
+    (
+        Field("model", String(maximum=512, minimum=1), "The name of a served model; or all."),
+        Field("all", Boolean(), "Unload every model."),
+    ),
+)
+
 
 async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the token ids of text or messages."""
-    _, session = model_of(exchange, fields)
+    _, session = await model_of(exchange, fields)
     if ("prompt" in fields) == ("messages" in fields):
         raise wrong("prompt", fields.get("prompt"), "and messages: exactly one of them is needed", "Send one")
     tokenizer = session.tokenizer
@@ -113,7 +128,7 @@ async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 async def detokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the text of token ids, special tokens included."""
-    _, session = model_of(exchange, fields)
+    _, session = await model_of(exchange, fields)
     count, limit = len(fields["tokens"]), max(MOST_IDS, session.config.max_model_len or 0)
     if count > limit:  # the library holds the interpreter while it decodes
         raise wrong("tokens", f"{count:,} ids", f"are over {limit:,}", "Send them in parts")
@@ -137,15 +152,15 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
     await exchange.reply({"aborted": [id_ for id_ in ids if not names[id_].isdisjoint(there)]})
 
 
-def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
-    _, session = model_of(exchange, fields)
+async def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
+    _, session = await model_of(exchange, fields)
     if isinstance(session, AdaptedSession) or not hasattr(session, "load_adapter"):
         raise ApiError(400, "the model takes no adapters here. Name one that is open in the server", param="model")
     return session
 
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    session, name = _adaptable(exchange, fields), fields["lora_name"]
+    session, name = await _adaptable(exchange, fields), fields["lora_name"]
     if name in exchange.service.models.by_name:  # a request with this name would get the model, without a word
         raise wrong("lora_name", name, "is the name of a model here", "Choose another name for the adapter")
     if name in session.adapters and not fields.get("load_inplace"):
@@ -159,11 +174,27 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    session, name = _adaptable(exchange, fields), fields["lora_name"]
+    session, name = await _adaptable(exchange, fields), fields["lora_name"]
     if name not in session.adapters:
         raise ApiError(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
     await session.unload_adapter(name)
     await exchange.reply({"id": name, "object": "adapter", "loaded": False})
+
+
+async def load_model(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Answer when the model is loaded."""
+    await exchange.service.models.get(fields["model"]).load_now(exchange)
+    await exchange.reply({"success": True})
+
+
+async def unload_model(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Answer when the model, or with `all` every one, is unloaded: once no request uses it."""
+    models, name = exchange.service.models, fields.get("model")
+    if (name is None) != bool(fields.get("all")):
+        raise wrong("model", name, "and all: exactly one of them is needed", "Send a model's name, or all: true")
+    for served in models.by_name.values() if name is None else (models.get(name),):
+        await served.unload()
+    await exchange.reply({"success": True})
 
 
 def _bare(request_id: str) -> str:
@@ -181,7 +212,10 @@ class Get:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(self._service, scope, send)
-        status = await refusing(exchange, OpenAI(), partial(self._handler, exchange, scope.get("path_params", {})))
+        try:
+            status = await refusing(exchange, OpenAI(), partial(self._handler, exchange, scope.get("path_params", {})))
+        finally:
+            exchange.let_go()
         self._service.metrics.http(self._path, status)
 
 
@@ -207,7 +241,7 @@ async def one_model(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 async def tokenizer_info(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with special tokens, template and context length, under transformers' names."""
-    session = exchange.service.models.get(None).open()
+    session = await exchange.service.models.get(None).take(exchange)
     tokenizer = session.tokenizer
     special = dict(tokenizer.special)
     if "eos_token" not in special and tokenizer.has_text and tokenizer.eos_ids:

@@ -7,11 +7,10 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 from rekindle._src.serve.bodies import Scope
 from rekindle._src.serve.errors import ApiError, unavailable
-from rekindle._src.serve.models import HandleLike
 from rekindle.errors import ConfigError
 
 CHARACTERS_PER_TOKEN = 4  # an estimate, until the prompt is tokenized
@@ -24,6 +23,14 @@ _HOST = re.compile(r"(\[[0-9a-f:.]{2,64}\]|[^][:/@\s]{1,253})(:\d{0,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
+class Cancellable(Protocol):
+    """A request in a session, or its place in the line of a model."""
+
+    @property
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+
+
 class Active:
     """One HTTP request with its requests in a session."""
 
@@ -31,7 +38,7 @@ class Active:
 
     def __init__(self, life: Life, request_id: str, key: bytes, tokens: int, *, named: bool) -> None:
         self.life, self.id, self.key, self.named = life, request_id, key, named
-        self.handles: list[HandleLike] = []
+        self.handles: list[Cancellable] = []
         self.began = time.perf_counter()
         self._waiting = tokens  # tokens of its prompts, until one of them runs
         life.queued_tokens += tokens

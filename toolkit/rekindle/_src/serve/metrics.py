@@ -224,9 +224,10 @@ class Metrics:
     def _figures(self) -> dict[str, Any]:
         figures = {}
         for name, served in self._models.by_name.items():
-            if served.session is not None and not served.session.closed:
+            session = served.session  # one that is loaded on demand may leave at any time
+            if session is not None and not session.closed:
                 try:
-                    figures[name] = served.session.stats()
+                    figures[name] = session.stats()
                 except SessionClosed:
                     continue
         return figures
@@ -259,7 +260,8 @@ class Metrics:
             sizes.add_metric([model], buckets=_cumulative(stats.step_sizes), sum_value=stats.tokens)
         yield sizes
         if prefix == "vllm:":  # dashboards join with it
-            sessions = [served.session for served in self._models.by_name.values() if served.session is not None]
+            every = [served.session for served in self._models.by_name.values()]
+            sessions = [session for session in every if session is not None]
             labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
             adapters = GaugeMetricFamily(prefix + "lora_requests_info", "Adapters of running requests.", labels=labels)
             most = sum(session.config.max_adapters for session in sessions)

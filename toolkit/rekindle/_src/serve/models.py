@@ -1,4 +1,4 @@
-"""The models that a server serves, by name: open, still opening, or failed.
+"""The models that a server serves, by name: open, still opening, failed, or loaded when a request needs them.
 
 `ServedSession` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
 """
@@ -8,7 +8,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ from rekindle._src.core.pictures import PictureCost
 from rekindle._src.core.records import Status, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.serve.errors import ApiError, unavailable
-from rekindle.errors import ConfigError
+from rekindle.errors import ConfigError, QueueFull, RequestAborted, SessionClosed
 
 
 class HandleLike(Protocol):
@@ -79,6 +80,59 @@ class ServedSession(Protocol):
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
 
 
+class Lent(Protocol):
+    """The use of a model that is loaded on demand."""
+
+    @property
+    def session(self) -> Any: ...
+    def release(self) -> None:
+        """End the use. Harmless a second time."""
+        ...
+
+
+class InLine(Awaitable[Lent], Protocol):
+    """A request's place in the line of a model that is not loaded."""
+
+    @property
+    def done(self) -> bool: ...
+    def cancel(self) -> None: ...
+
+
+class OnDemand(Protocol):
+    """A model that is loaded when a request needs it, such as one of a shelf."""
+
+    @property
+    def open_session(self) -> Any:
+        """Its session, awake or asleep; None while it is unloaded."""
+        ...
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def progress(self) -> str: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def adapters(self) -> tuple[str, ...]: ...
+    def lease_now(self) -> Lent | None: ...
+    def wait(self) -> InLine: ...
+    async def unload_in_turn(self) -> None: ...
+
+
+class Caller(Protocol):
+    """A request that needs a model: what the model's wait has to do with it."""
+
+    def holds(self, lent: Lent) -> None:
+        """Release it at the end of the request, unless it was released before."""
+        ...
+
+    def waits(self, place: InLine, progress: Callable[[], str]) -> AbstractContextManager[object]:
+        """Let the end of the server, an abort of the request and its stream know of the wait."""
+        ...
+
+
 class ServedModel:
     """One model under its name."""
 
@@ -104,6 +158,48 @@ class ServedModel:
             raise unavailable(f"the session of {self.name!r} is closed", retry_after=None)
         return session
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of its adapters."""
+        names: tuple[str, ...] = getattr(self.session, "adapters", ())
+        return names
+
+    @property
+    def state(self) -> str:
+        """Its state, by the names of llama.cpp's router, and "failed"."""
+        if self.session is None:
+            return "loading" if self.failure is None else "failed"
+        if self.session.closed:
+            return "unloaded"
+        return "sleeping" if getattr(self.session, "asleep", False) else "loaded"
+
+    @property
+    def trouble(self) -> str | None:
+        """The reason why it takes no requests now, or None."""
+        try:
+            self.open()
+        except ApiError as refused:
+            return refused.message
+        return None
+
+    async def take(self, caller: Caller) -> ServedSession:
+        """Return its session for a request. Raise `ApiError` while there is none."""
+        return self.open()
+
+    async def load_now(self, caller: Caller) -> None:
+        """Load it, for a request to do just that. One that is always loaded is loaded, or about to be."""
+        self.open()
+
+    async def unload(self) -> None:
+        """Unload it. Raise `ApiError` if it stays loaded."""
+        raise ApiError(
+            400,
+            f"the model {self.name!r} stays loaded here. Start the server with --max-loaded, --models-memory or "
+            "--idle-unload",
+            param="model",
+            code="not_supported",
+        )
+
     async def load(self) -> None:
         """Wait until it is open. If that fails, keep the error and raise it."""
         try:
@@ -113,13 +209,80 @@ class ServedModel:
             raise
 
     def as_dict(self) -> dict[str, Any]:
-        fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
-        if self.session is not None:
-            fields |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
-            fields["input_modalities"] = ["text", "image"] if self.session.reads_pictures else ["text"]
-            chat = self.session.chat_sampling  # as a notebook's chat begins; requests without fields have an API's
+        fields: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
+        fields["status"] = {"value": self.state}
+        session = self.session  # one that is loaded on demand may leave at any time
+        if session is not None:
+            fields |= {"max_model_len": session.config.max_model_len, "root": session.model}
+            fields["input_modalities"] = ["text", "image"] if session.reads_pictures else ["text"]
+            chat = session.chat_sampling  # as a notebook's chat begins; requests without fields have an API's
             fields["chat_sampling"] = {name: getattr(chat, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return fields
+
+
+class ServedOnDemand(ServedModel):
+    """A model that is loaded when a request needs it."""
+
+    def __init__(self, name: str, source: OnDemand) -> None:
+        self.name, self._source = name, source
+        self.created = int(time.time())
+        self.opening, self.failure = None, None
+
+    @property
+    def session(self) -> Any:  # type: ignore[override]
+        """Its session, awake or asleep; None while it is unloaded."""
+        return self._source.open_session
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        return self._source.adapters
+
+    @property
+    def state(self) -> str:
+        return self._source.state
+
+    @property
+    def trouble(self) -> str | None:
+        return f"the model {self.name!r} is closed" if self._source.closed else None
+
+    def open(self) -> ServedSession:
+        session: ServedSession | None = self.session
+        if session is None:
+            raise unavailable(f"the model {self.name!r} is not loaded; a request loads it")
+        return session
+
+    async def take(self, caller: Caller) -> ServedSession:
+        """Return its session when it is loaded and it is the request's turn; it does not sleep before the end."""
+        lent = await self._lent(caller)
+        caller.holds(lent)
+        session: ServedSession = lent.session
+        return session
+
+    async def _lent(self, caller: Caller) -> Lent:
+        try:
+            lent = self._source.lease_now()
+            if lent is None:
+                place = self._source.wait()
+                try:
+                    with caller.waits(place, self._progress):
+                        lent = await place
+                except BaseException:
+                    place.cancel()  # also where the server began to end before it knew of the wait
+                    raise
+            return lent
+        except (QueueFull, RequestAborted, SessionClosed):
+            raise
+        except Exception as error:  # the shelf has logged it; paths are not for clients
+            raise unavailable(f"the model {self.name!r} could not be loaded; the server's log says why") from error
+
+    def _progress(self) -> str:
+        return ", ".join(filter(None, (f"the model is {self._source.state}", self._source.progress)))
+
+    async def load_now(self, caller: Caller) -> None:
+        (await self._lent(caller)).release()
+
+    async def unload(self) -> None:
+        await self._source.unload_in_turn()
 
 
 class ServedAdapter(ServedModel):
@@ -134,8 +297,23 @@ class ServedAdapter(ServedModel):
     def figures(self) -> str:
         return self.parent.name
 
+    @property
+    def state(self) -> str:
+        return self.parent.state
+
     def open(self) -> ServedSession:
-        session = self.parent.open()
+        return self._over(self.parent.open())
+
+    async def take(self, caller: Caller) -> ServedSession:
+        return self._over(await self.parent.take(caller))
+
+    async def load_now(self, caller: Caller) -> None:
+        await self.parent.load_now(caller)
+
+    async def unload(self) -> None:
+        await self.parent.unload()
+
+    def _over(self, session: ServedSession) -> ServedSession:
         if self._adapted is None or self._adapted.base is not session:
             self._adapted = AdaptedSession(session, self.adapter)
         return self._adapted
@@ -200,7 +378,7 @@ class Models:
                 raise ConfigError("sessions", sessions, "does not map names to sessions", 'Pass {"name": session}')
             names = [checked_name("sessions", name, colons=True) for name in sessions]
             self.by_name = {
-                name: ServedModel(name, session) for name, session in zip(names, sessions.values(), strict=True)
+                name: _served(name, session) for name, session in zip(names, sessions.values(), strict=True)
             }
         else:
             if name:
@@ -238,7 +416,7 @@ class Models:
         entries: list[ServedModel] = []
         for served in self.by_name.values():
             entries.append(served)
-            for adapter in _adapters_of(served):
+            for adapter in served.adapters:
                 name = f"{served.name}:{adapter}" if self._is_taken(adapter, served) else adapter
                 entry = self._adapter(name)
                 entries += [] if entry is None else [entry]
@@ -252,7 +430,7 @@ class Models:
         model, colon, adapter = name.rpartition(":")
         owners = (self.by_name.get(model),) if colon else tuple(self.by_name.values())
         for served in owners:
-            if served is not None and adapter in _adapters_of(served):
+            if served is not None and adapter in served.adapters:
                 known = self._adapters.get(name)
                 if known is None or (known.parent, known.adapter) != (served, adapter):
                     known = self._adapters[name] = ServedAdapter(name, served, adapter)
@@ -262,20 +440,15 @@ class Models:
 
     def _is_taken(self, adapter: str, owner: ServedModel) -> bool:
         """True if a name means a model, or an adapter of a model before its owner."""
-        first = next((served for served in self.by_name.values() if adapter in _adapters_of(served)), owner)
+        first = next((served for served in self.by_name.values() if adapter in served.adapters), owner)
         return adapter in self.by_name or first is not owner
 
     @property
     def trouble(self) -> str | None:
         """The reason why a model takes no requests now, or None."""
-        for served in self.by_name.values():
-            try:
-                served.open()
-            except ApiError as refused:
-                return refused.message
-        return None
+        return next((served.trouble for served in self.by_name.values() if served.trouble is not None), None)
 
 
-def _adapters_of(served: ServedModel) -> tuple[str, ...]:
-    names: tuple[str, ...] = getattr(served.session, "adapters", ())
-    return names
+def _served(name: str, source: Any) -> ServedModel:
+    """Return an entry for a session, one that is still opening, or a model that is loaded on demand."""
+    return ServedOnDemand(name, source) if hasattr(source, "lease_now") else ServedModel(name, source)

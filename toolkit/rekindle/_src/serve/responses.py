@@ -108,7 +108,7 @@ class Responses(OpenAI):
 
 
 async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = generation.model_of(exchange, fields)
+    served, session = await generation.model_of(exchange, fields)
     options = generation.sampling_options(fields, session)
     options["max_tokens"] = fields.get("max_output_tokens", generation.rest_of_context(session))
     with_logprobs = _LOGPROBS in fields.get("include", ())

@@ -16,6 +16,7 @@ from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName, roles_of
 from rekindle.errors import ConfigError, MissingExtra
 
+LONGEST_IDLE = 30 * 86_400.0  # seconds
 NEEDS = ("rekindle._src.cli.serve",)
 
 
@@ -44,6 +45,12 @@ def options(command: Parser) -> None:
     command.flag("--allow-urls", "fetch pictures that requests name by URLs, from public addresses alone")
     names = ("rekindle", "vllm", "both")
     command.add("--metrics-names", "vllm: for its dashboards", choices=names, default="rekindle")
+    loaded = "load models at their first request, at most N at a time; the least recently used sleeps for the next"
+    command.add("--max-loaded", loaded, type=int, metavar="N")
+    memory = "the same, with at most MIB of weights and pages of all that are loaded"
+    command.add("--models-memory", memory, type=int, metavar="MIB")
+    idle = "unload a model that had no request for so long; the next one loads it again"
+    command.add("--idle-unload", idle, type=float, metavar="SECONDS")
     replicas = "processes that run the model, on Ray; 1-4: as many as the load asks for (default: this one)"
     command.add("--replicas", replicas, type=_replicas, metavar="N")
     router = "with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)"
@@ -77,6 +84,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(option, roles[option], f"needs {partner}", f"Pass {partner} 1, too")
     if arguments.prefill is not None:
         roles_of(roles, None)
+    _check_loading(arguments)
     if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
     check_origins(arguments.cors_origin)
@@ -90,6 +98,23 @@ def _check(arguments: argparse.Namespace) -> None:
             problem = "is the name of a model, which requests with this name get"
             raise ConfigError("--adapter", adapter, problem, "Choose another name for the adapter")
     api_keys(arguments)
+
+
+def _check_loading(arguments: argparse.Namespace) -> None:
+    """Check the options of models that are loaded on demand. Raise ConfigError."""
+    given = [name for name in ("max_loaded", "models_memory", "idle_unload") if getattr(arguments, name) is not None]
+    if not given:
+        return
+    option = "--" + given[0].replace("_", "-")
+    if arguments.replicas is not None or arguments.prefill is not None:
+        problem = "loads models in this process, and replicas are others"
+        raise ConfigError(option, getattr(arguments, given[0]), problem, "Leave one of the two out")
+    for name in ("max_loaded", "models_memory"):
+        if (count := getattr(arguments, name)) is not None and count < 1:
+            raise ConfigError("--" + name.replace("_", "-"), count, "is not a whole number above 0", "Use 1 or more")
+    if arguments.idle_unload is not None and not 0 < arguments.idle_unload <= LONGEST_IDLE:
+        problem = f"is not a number of seconds above 0, up to {LONGEST_IDLE:,.0f}"
+        raise ConfigError("--idle-unload", arguments.idle_unload, problem, "Use 600")
 
 
 def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
