@@ -215,6 +215,17 @@ def test_calls_of_an_array_that_was_cut_are_calls() -> None:
     assert reply.content == ', {"name": "weather", "arguments": {"city": "Pa'
 
 
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("thought", ["", "Hm.</think>\n"])
+def test_a_whole_call_before_one_that_was_cut_is_a_call(opened: bool, thought: str) -> None:
+    """Also where the prompt has opened the reasoning, and the model calls without ending it."""
+    text = f'{thought}<tool_call>{{"name": "time", "arguments": {{}}}}</tool_call>\n<tool_call>{{"name": "weath'
+    reply = FORMATS["hermes"].parse(text, tools=TOOLS, reasoning_open=opened)
+    assert [call.name for call in reply.tool_calls] == ["time"]
+    assert reply.content.endswith('<tool_call>{"name": "weath') and "time" not in reply.content + reply.reasoning
+    assert reply.reasoning == ("Hm." if opened and thought else "")
+
+
 def test_ids_are_unique_and_follow_the_seed() -> None:
     text = '<tool_call>{"name": "time"}</tool_call><tool_call>{"name": "time"}</tool_call>'
     hermes = FORMATS["hermes"]
