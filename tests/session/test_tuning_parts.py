@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rekindle._src.capabilities.tuning.checkpoint import MOST_TRAININGS, Trainin
 from rekindle._src.capabilities.tuning.data import Line, LineMaker
 from rekindle._src.capabilities.tuning.losses import NextToken, Policy, Preference, advantages_of
 from rekindle._src.capabilities.tuning.memory import check_room, need_of
+from rekindle._src.capabilities.tuning.request import FOREIGN, TuneOptions
 from rekindle._src.capabilities.tuning.sites import trained_matrices
 from rekindle._src.capabilities.tuning.step import TrainingShape
 from rekindle._src.capabilities.tuning.trainer import TrainerState
@@ -180,3 +182,10 @@ def test_a_training_that_does_not_fit_is_refused_with_numbers(monkeypatch: pytes
     monkeypatch.setattr(memory, "available", lambda: need.total // 2)
     with pytest.raises(OutOfMemory, match=r"Training needs [0-9.]+ MiB.*8 rows of 128 tokens.* are free"):
         check_room(need, TrainingShape(8, 128, 256))
+
+
+def test_options_of_other_libraries_are_none_of_ours() -> None:
+    ours = {field.name for field in dataclasses.fields(TuneOptions)}
+    assert not ours & FOREIGN.keys()
+    advice = [fix.removeprefix("Use ").split()[0] for fix in FOREIGN.values() if fix.endswith("the same value")]
+    assert len(advice) > 20 and set(advice) <= ours

@@ -79,6 +79,11 @@ class Call(Drawable, Coroutine[object, object, T_co], Generic[T_co]):
         def __len__(self) -> NoReturn:
             raise TypeError(f"a call has no length: write done = {self._awaited} and len(done)")
 
+        def __add__(self, other: object) -> NoReturn:
+            raise TypeError(f"a call is no text: write done = {self._awaited} and done.text")
+
+        __radd__ = __add__
+
         def __contains__(self, item: object) -> NoReturn:
             raise TypeError(f"a call holds nothing: write done = {self._awaited}, and look into done")
 

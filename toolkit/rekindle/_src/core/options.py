@@ -274,8 +274,13 @@ def _advice(name: str, here: _Door) -> str:
     )
 
 
-def refuse_keywords(keywords: Mapping[str, object], call: Callable[..., object]) -> None:
-    """Raise for the first keyword that a call does not take, and name the likely one."""
+def refuse_keywords(
+    keywords: Mapping[str, object], call: Callable[..., object], foreign: Mapping[str, str] | None = None
+) -> None:
+    """Raise for the first keyword that a call does not take, and name the likely one.
+
+    `foreign` maps options of other libraries to advice.
+    """
     if not keywords:
         return
     known = [
@@ -288,6 +293,7 @@ def refuse_keywords(keywords: Mapping[str, object], call: Callable[..., object])
             continue
         close = nearest(name, known)
         fix = f"Did you mean {close!r}?" if close else f"Known are: {', '.join(known)}"
+        fix = (foreign or {}).get(name, fix)
         raise InvalidRequest(name, value, f"is not an option of {call.__name__}", fix)
 
 

@@ -449,6 +449,7 @@ class Session(OpenModel, RolloutRequests):
         probe: str | None = None,
         every: int = 20,
         optimizer: GradientTransformation | None = None,
+        **unknown: Never,
     ) -> Tuning:
         """Train an adapter (LoRA) of the open weights and load it as `name`; it begins at once, in a thread of its own.
 
@@ -480,11 +481,13 @@ class Session(OpenModel, RolloutRequests):
         kept: called with the same name, data and options, it goes on there after a kernel was restarted or the training
         cancelled. `probe`, `every`, `reward` and `optimizer` may be others then.
         """
-        from rekindle._src.session.tuning import tuning  # a first text needs none of it
-
         options = dict(locals())
-        for local in ("self", "name", "data", "tuning"):
-            del options[local]
+        for other in ("self", "name", "data", "unknown"):
+            del options[other]
+        from rekindle._src.capabilities.tuning.request import FOREIGN  # a first text needs none of it
+        from rekindle._src.session.tuning import tuning
+
+        refuse_keywords(unknown, Session.tune, FOREIGN)
         return tuning(self._client, self, name, data, options)
 
     def attribute(

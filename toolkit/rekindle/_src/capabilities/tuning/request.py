@@ -21,6 +21,40 @@ VARIANTS = ("dapo", "grpo", "dr_grpo")
 MOST_STEPS, MOST_RANK, MOST_BATCH, MOST_LENGTH = 10_000_000, 4096, 4096, 1 << 17
 MOST_TARGETS = 1000
 _RATES = {"next": 2e-4, "dpo": 2e-5, "ipo": 2e-5, "grpo": 1e-4}
+_RENAMED = {
+    "learning_rate": ("lr", "step_size"),
+    "steps": ("max_steps", "iters", "num_steps"),
+    "batch": ("batch_size", "per_device_train_batch_size"),
+    "max_length": ("max_seq_length", "max_seq_len", "cutoff_len", "context_length"),
+    "rank": ("r", "lora_r", "lora_rank"),
+    "alpha": ("lora_alpha",),
+    "targets": ("target_modules", "lora_target"),
+    "reward": ("reward_funcs", "reward_fn", "reward_function"),
+    "generations": ("num_generations", "group_size", "n"),
+    "max_tokens": ("max_completion_length", "max_new_tokens"),
+    "every": ("logging_steps", "eval_steps", "save_steps"),
+}
+FOREIGN: dict[str, str] = {  # options of transformers, PEFT, TRL and others, and what to write
+    **{theirs: f"Use {ours} with the same value" for ours, names in _RENAMED.items() for theirs in names},
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "num_train_epochs"), "Use steps: an epoch is len(data) / batch of them"),
+    **dict.fromkeys(
+        ("dataset", "train_dataset", "texts", "examples", "prompts"),
+        "Pass the data second and without a name: a list of texts, (prompt, completion) pairs or chats"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "bf16", "fp16"),
+        "Leave it out: weights stay as the session holds them, such as open(…, quantize='int4')"),
+    **dict.fromkeys(
+        ("output_dir", "save_path"), 'Leave it out: await session.save_adapter("mine", folder) writes it for PEFT'),
+    **dict.fromkeys(
+        ("optim", "weight_decay", "warmup_steps", "warmup_ratio", "lr_scheduler_type"),
+        "Use optimizer with one of Optax, such as optax.adamw(1e-4, weight_decay=0.01)"),
+    **dict.fromkeys(
+        ("lora_dropout", "dropout", "use_dora", "modules_to_save"), "Leave it out: it is not implemented"),
+    "gradient_accumulation_steps": "Use batch with all examples of a step: it is cut where the memory asks for it",
+    **dict.fromkeys(("report", "callbacks"), "Read run.history, or show run at the end of a cell"),
+    **dict.fromkeys(("quiet", "verbose"), "Leave it out here; open(…, quiet=True) shows no bars"),
+}  # fmt: skip
 
 
 def _targets(name: str, value: object, error: type[InvalidRequest]) -> str | tuple[str, ...]:
