@@ -31,6 +31,8 @@ PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.(?:png|webp))(")')
 FORMULA = re.compile(r"^\$\$(.+?)\$\$$|(?<![\w$`])\$([^$`\n]+)\$(?![\w$])", re.MULTILINE)
 IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 PAGE_LINK = re.compile(r'href="(\d\d_\w+)\.ipynb"')  # of an output, whose page is a folder of its own
+PREDICTION = re.compile(r"(\*\*Predict\.\*\*.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
+FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")  # of an answer, which its cell asserts
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -108,8 +110,19 @@ def drawn(match: re.Match[str]) -> str:
 
 
 def folded(source: str) -> str:
-    """Markdown of a cell for the site: answers fold with Markdown inside, formulas are drawn."""
+    """Markdown of a cell for the site: answers fold with Markdown inside, formulas are drawn, guesses have a field."""
+    source = PREDICTION.sub(guess, source)
     return FORMULA.sub(drawn, source.replace("<details>", '<details markdown="1">'))
+
+
+def guess(match: re.Match[str]) -> str:
+    """A prediction with a field that compares the reader's numbers with the answer's. `site.js` shows and reads it."""
+    figures = " ".join(figure.replace(",", "") for figure in FIGURE.findall(match[2]))
+    if not figures:
+        return match[0]
+    field = '<label>Your guess: <input size="12"></label> <output></output>'
+    asked = f'{match[1]}<p class="guess" data-figures="{figures}" hidden>{field}</p>'
+    return f"{asked}\n\n{match[0].removeprefix(match[1])}"
 
 
 def raw(output: str) -> str:

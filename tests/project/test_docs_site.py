@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from helpers import browsing
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / ".github" / "docs"
 PAGES = {
@@ -152,6 +154,39 @@ def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:
     assert "cost $5 or" in drawn
     assert "<style" not in drawn
     assert '<details markdown="1">' in drawn
+
+
+ASKED = "# 01 X\n\n**Predict.** How many?\n\n<details><summary>Answer</summary>\n\n**1,024** and **2.5**.\n\n</details>"
+
+
+def test_a_prediction_has_a_field_that_knows_its_figures_and_hides_without_scripts(site: ModuleType) -> None:
+    text = site.folded(ASKED)
+    assert '<p class="guess" data-figures="1024 2.5" hidden>' in text
+    assert text.index("How many?") < text.index("guess") < text.index("<summary>Answer")
+    assert "guess" not in site.folded(ASKED.replace("**1,024** and **2.5**", "No number"))
+
+
+@pytest.mark.browser
+def test_the_field_compares_a_guess_with_the_answer(site: ModuleType) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    one = site.folded(ASKED.replace(" and **2.5**", ""))
+    script = (FOLDER / "pages/site.js").read_text()
+    said = []
+    with sync_api.sync_playwright() as playwright, browsing.blank_page(playwright) as page:
+        page.set_content(f"{site.folded(ASKED)}{one}<script>{script}</script>")
+        for at, guess in ((0, "2.5"), (0, "1,024; 2.5"), (1, "12"), (1, "2,000"), (1, "1024"), (1, "many")):
+            field = page.locator(".guess").nth(at)
+            field.locator("input").fill(guess)
+            field.locator("input").press("Tab")
+            said.append(field.locator("output").text_content())
+    assert said == [
+        "1 of 2 are right.",
+        "Right. The answer below says why.",
+        "It is more.",
+        "It is less.",
+        "Right. The answer below says why.",
+        "A number, please.",
+    ]
 
 
 def test_the_table_of_options_is_a_section_with_types_and_defaults(tmp_path: Path) -> None:
