@@ -69,7 +69,7 @@ def add_course(root: Path, build_data: dict[str, Any]) -> None:
         build_data["force_include"][str(folder / page.name)] = f"rekindle/course/{page.name}"
     for file in (root / "tutorials/course").glob("*.py"):  # that a page links to
         build_data["force_include"][str(file)] = f"rekindle/course/{file.name}"
-    for picture in sorted((root / "tutorials/source/pictures").glob("[0-9][0-9]_*.svg")):
+    for picture in sorted((root / "tutorials/source/pictures").glob("[0-9][0-9]_*")):  # and sliders
         build_data["force_include"][str(picture)] = f"rekindle/course/pictures/{picture.name}"
 
 

@@ -33,9 +33,10 @@ def test_a_page_is_copied_without_answers_and_with_its_pictures(
     assert not re.search(r"\]\(\.\./", target.read_text())
 
 
-def test_a_drawing_that_a_cell_shows_is_copied(tmp_path: Path) -> None:
-    learn.copied(learn.chosen("00", learn.installed()), tmp_path)
-    assert (tmp_path / "pictures" / "00_map.svg").is_file()
+@pytest.mark.parametrize("name", ["00_map.svg", "19_slider.html"])
+def test_a_file_that_a_cell_shows_is_copied(name: str, tmp_path: Path) -> None:
+    learn.copied(learn.chosen(name[:2], learn.installed()), tmp_path)
+    assert (tmp_path / "pictures" / name).is_file()
 
 
 def test_the_file_of_a_page_comes_with_it_and_keeps_what_a_reader_wrote(tmp_path: Path) -> None:

@@ -293,6 +293,19 @@ for name, found in mistakes.items():
 assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.values()), "classic mistakes show"
 
 # %% [markdown]
+# ## How large should a page be?
+#
+# A page belongs to one text, so that half of its last page is unused on average. Small pages waste less, but the table grows, and a kernel copies many small pieces. Room for the longest text, the way before pages, wastes most:
+
+# %%
+from pathlib import Path
+
+from IPython.display import HTML
+
+FOLDERS = Path("../source/pictures"), Path("pictures")  # in a clone, and next to a copy of this page
+HTML((next(one for one in FOLDERS if one.is_dir()) / "09_slider.html").read_text(encoding="utf-8"))
+
+# %% [markdown]
 # ## From here to a real kernel
 #
 # The kernels in `rekindle_kernels` have the same skeleton. What they add:

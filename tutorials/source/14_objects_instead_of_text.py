@@ -7,7 +7,7 @@
 #
 # **Also called:** structured output = guided decoding, constrained decoding, JSON mode; the mask = token bitmask (XGrammar); forced tokens = jump-forward decoding (SGLang).
 #
-# **Takes:** about 10 minutes, with the embedded model.
+# **Takes:** about 15 minutes, with the embedded model and SmolLM2, which page 18 fetches.
 #
 # A language model writes tokens. If what you need is a record with three fields, you can ask for JSON in the prompt, parse what
 # comes back, and try again when it doesn't parse. Or you pass the type, and the model can't write anything else. This needs one
@@ -17,9 +17,14 @@
 
 # %%
 import dataclasses
-import json
+import os
+from pathlib import Path
 
 import rekindle
+
+fetched = (Path.home() / ".cache" / "rekindle-course").glob("*/*.gguf")
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this page goes on with the embedded one")
 
 
 @dataclasses.dataclass
@@ -28,15 +33,18 @@ class Person:
     age: int
 
 
-session = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64, quiet=True)
-done = await session.generate("Tom is a boy. He is six years old. As JSON: ", schema=Person, max_tokens=60)
+session = await rekindle.open(smollm2 or "tiny", max_requests=4, max_tokens_per_step=64, max_model_len=512, quiet=True)
+ask = 'Text: Anna is ten.\nJSON: {"name":"Anna","age":10}\n\nText: Ben is four.\nJSON: {"name":"Ben","age":4}\n\nText: {}\nJSON: '
+ask = ask.replace("{}", "Tom is six years old.")  # two examples say what we want
+done = await session.generate(ask, schema=Person, max_tokens=60)
+assert not smollm2 or done.parsed == Person("Tom", 6), "the model read the text, and the form is the type's"
 done.parsed
 
 # %% [markdown]
-# `done.parsed` is a `Person`; `done.text` is what the model wrote. The embedded model knows little stories and no JSON at all, so
-# don't expect it to be *right* about Tom. It is the *form* that is guaranteed, with any model, at any temperature:
+# `done.parsed` is a `Person`; `done.text` is the JSON that the model wrote. SmolLM2 reads that Tom is six. The embedded model, which knows little stories and no
+# JSON, makes him any age: a form does not make a model clever. What is guaranteed is the *form*, with any model, at any temperature:
 #
-# **Predict.** Four objects at temperature 1, from a model that has never seen JSON. How many of them are a `Person`?
+# **Predict.** Four objects at temperature 1, after a text that names nobody. How many of them are a `Person`?
 #
 # <details><summary>Answer</summary>
 #
@@ -133,16 +141,33 @@ session.allowed(done, at=4)
 done
 
 # %% [markdown]
-# So the grammar knows some of the text in advance. Those tokens are proposed as drafts: several of them are checked in one step,
-# together with the next token, and the model's own spelling still wins. Steps and tokens, for this object:
+# So the grammar knows some of the text in advance. Where several such tokens follow each other, they are proposed as drafts and checked in one step,
+# together with the next token; the model's own spelling still wins. A single forced token saves nothing. `Person` has short names, so we take a type with longer ones:
+
 
 # %%
-before = session.stats()
-again = await session.generate("Tom is a boy. He is six years old. As JSON: ", schema=Person, max_tokens=60)
-after = session.stats()
-print(after.steps - before.steps, "steps for", len(again.token_ids), "tokens")
-print(session.explain(again).text)
-assert after.steps - before.steps < len(again.token_ids), "forced tokens save steps"
+@dataclasses.dataclass
+class Pet:
+    animal: str
+    years_of_age: int
+    favourite_food: str
+
+
+asked = {
+    Person: ask,
+    Pet: 'Text: The dog Rex is four years old and likes bones.\nJSON: {"animal":"dog","years_of_age":4,"favourite_food":"bones"}\n\n'
+    "Text: The cat Mia is six and eats fish.\nJSON: ",
+}
+saved = {}
+for kind, text in asked.items():
+    before = session.stats().steps
+    again = await session.generate(text, schema=kind, max_tokens=100)
+    steps = session.stats().steps - before
+    saved[kind] = len(again.token_ids) - steps
+    print(
+        f"{again.parsed}\n  {steps} steps for {len(again.token_ids)} tokens; it {session.explain(again).text.rpartition('; it ')[2]}"
+    )
+assert saved[Pet] > max(0, saved[Person]), "a run of forced tokens saves steps"
 
 # %% [markdown]
 # The mask is found on the host, with [llguidance](https://github.com/guidance-ai/llguidance), while the device computes the
@@ -153,12 +178,11 @@ assert after.steps - before.steps < len(again.token_ids), "forced tokens save st
 # Go back to a token, write something else, and the grammar goes on from there. The object is that of the whole text.
 
 # %%
-start = done.text.index(":") + 1
-head = json.dumps("Anna")
-place = next(
-    at for at in range(len(done.token_ids)) if session.tokenizer.decode(done.token_ids[:at]) == done.text[:start]
-)
-fork = await session.fork(done, at=place, edit=head)
+start = done.text.index(":") + 1  # the name comes after it; a token may go beyond
+heads = [session.tokenizer.decode(done.token_ids[:at]) for at in range(len(done.token_ids))]
+place = max(at for at, head in enumerate(heads) if done.text[:start].startswith(head))
+fork = await session.fork(done, at=place, edit=done.text[len(heads[place]) : start] + '"Anna"')
+assert fork.parsed.name == "Anna", "the grammar read what we wrote, and went on after it"
 fork.parsed
 
 # %% [markdown]

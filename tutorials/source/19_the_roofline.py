@@ -108,6 +108,15 @@ print(f"balanced at {flops / bandwidth:.0f} operations a byte")
 #
 # $$\mathrm{tokens/s} \leq \min \left( \frac{B \cdot \mathrm{bandwidth}}{\mathrm{bytes}}, \frac{\mathrm{FLOP/s}}{2 \cdot \mathrm{weights}} \right)$$
 #
+# Move the sliders: which of the two limits does your machine meet with which model, and how many texts does it take to meet the other one? The bars are bounds, not measurements.
+
+# %%
+from IPython.display import HTML
+
+FOLDERS = Path("../source/pictures"), Path("pictures")  # in a clone, and next to a copy of this page
+HTML((next(one for one in FOLDERS if one.is_dir()) / "19_slider.html").read_text(encoding="utf-8"))
+
+# %% [markdown]
 # ## Predict, then measure
 #
 # **Predict.** The bound of one text is printed above the measurement. With 8 texts at once, how many tokens does a step make, and how many

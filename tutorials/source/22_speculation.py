@@ -171,6 +171,17 @@ assert round(gain(0.8, best, 0.1), 1) == 2.5, "it is less than the number of tok
 assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
 
 # %% [markdown]
+# Both formulas, with sliders. At what price of a draft does the best number become 0?
+
+# %%
+from pathlib import Path
+
+from IPython.display import HTML
+
+FOLDERS = Path("../source/pictures"), Path("pictures")  # in a clone, and next to a copy of this page
+HTML((next(one for one in FOLDERS if one.is_dir()) / "22_slider.html").read_text(encoding="utf-8"))
+
+# %% [markdown]
 # ## A model that drafts
 #
 # `drafts=` takes a model, too: a folder, a GGUF file or a name. It has to have the same tokenizer, be right often and be small. Which share is right is
@@ -186,7 +197,6 @@ assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
 
 # %%
 import tempfile
-from pathlib import Path
 
 folder = tempfile.TemporaryDirectory()
 copy = rekindle.models.export("tiny", Path(folder.name) / "copy.gguf", type="q4_0")
@@ -235,7 +245,6 @@ print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tok
 
 # %% tags=["real"]
 import os
-from pathlib import Path
 
 fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
 smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))

@@ -103,11 +103,18 @@ assert round(2 * small.weights / 1e6) == 269, "2 bytes for each weight, in MB"
 assert round(2 * small.weights / (16 * small.cache(1)), -1) == 730, "16 texts read 16 caches"
 
 # %% [markdown]
-# This is the other side of batching: weights are shared, caches are not. With long texts more rows bring less and less.
-#
+# This is the other side of batching: weights are shared, caches are not. With long texts more rows bring less and less. Here are the formulas with sliders, for a model of yours:
+
+# %%
+from IPython.display import HTML
+
+FOLDERS = Path("../source/pictures"), Path("pictures")  # in a clone, and next to a copy of this page
+HTML((next(one for one in FOLDERS if one.is_dir()) / "29_slider.html").read_text(encoding="utf-8"))
+
+# %% [markdown]
 # ## Measure it
 #
-# SmolLM2 in 16 bits, from its file or with random weights of its shape (page 19). One text, with 100 to 4,000 tokens before it. We fit a line: what a step takes without a context, and what each thousand tokens add.
+# SmolLM2 in 16 bits, from its file or with random weights of its shape (page 19). One text, with 100 to 4,000 tokens before it. Lengths and kinds of pages take turns, and of each the quickest of several short runs counts: other programs only ever make one slower. We fit a line: what a step takes without a context, and what each thousand tokens add.
 
 # %%
 SHAPE = {
@@ -139,13 +146,13 @@ rng, lengths = np.random.default_rng(0), (100, 1000, 2000, 4000)
 prompts = {length: rng.integers(3, 49000, length).tolist() for length in lengths}
 milliseconds: dict[str, dict[int, float]] = {name: {} for name in sessions}
 prefill: dict[int, float] = {}
-for name, session in sessions.items():
-    for length in lengths:
-        for attempt in range(3):  # the first computes the prompt, and the others find it
-            done = await session.generate(prompts[length], max_tokens=24, ignore_eos=True)
-            if attempt == 0 and name == "16-bit pages":
+for lap in range(12):  # the first computes the prompts, and the others find them
+    for name, session in sessions.items():
+        for length in lengths:
+            done = await session.generate(prompts[length], max_tokens=10, ignore_eos=True)
+            if lap == 0 and name == "16-bit pages":
                 prefill[length] = done.timings.first_token - done.timings.compiling
-            step = 1e3 / done.timings.decode_rate(24)
+            step = 1e3 / done.timings.decode_rate(10)
             milliseconds[name][length] = min(step, milliseconds[name].get(length, step))
 slopes = {name: np.polyfit(lengths, list(times.values()), 1) * (1000, 1) for name, times in milliseconds.items()}
 for name, (slope, base) in slopes.items():

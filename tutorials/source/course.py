@@ -181,24 +181,39 @@ def pages() -> list[Page]:
     return [Page.read(path) for path in sorted(FOLDER.glob("[0-9][0-9]_*.py"))]
 
 
+def tracks(listed: list[Page]) -> dict[str, list[Page]]:
+    """The pages of each track, in its order, as page 00 lists them; a page outside of all is refused."""
+    pages = {page.title[:2]: page for page in listed}
+    found = {"The map": [pages["00"]]}
+    for name, links in re.findall(r"^\| \*\*(.+?)\*\* \| (\[.+) \|$", pages["00"].prose, re.MULTILINE):
+        found[name[0].upper() + name[1:]] = [pages[number] for number in re.findall(r"\[(\d\d)\]", links)]
+    placed = sorted(page.path for some in found.values() for page in some)
+    assert placed == [page.path for page in listed], "page 00 has each page in one of its tracks"
+    return found
+
+
 def table() -> str:
-    """The index: a line for each page, then every claim with the assertion that checks it."""
+    """The index: the pages of each track, then every claim with the assertion that checks it."""
     names = ("page", "question", "minutes", "predictions", "exercises", "seconds to build")
-    rows, claims = [], []
-    for page in (listed := pages()):
-        link = f"[{page.title}](course/{page.path.stem}.ipynb)"
-        exercises = sum(cell.solution for cell in page.cells)
-        rows.append((link, page.question, page.minutes, page.predictions, exercises, page.seconds))
-        for message, test in page.claims:
-            claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
-    lines = ["| " + " | ".join(str(entry or "") for entry in row) + " |" for row in (names, *rows)]
-    lines.insert(1, "|" + "---|" * len(names))
+    lines: list[str] = []
+    for track, some in tracks(listed := pages()).items():
+        lines += ["", f"### {track}", "", "| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+        for page in some:
+            link = f"[{page.title}](course/{page.path.stem}.ipynb)"
+            exercises = sum(cell.solution for cell in page.cells)
+            row = (link, page.question, page.minutes, page.predictions, exercises, page.seconds)
+            lines.append("| " + " | ".join(str(entry or "") for entry in row) + " |")
+    claims = [
+        f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |"
+        for page in listed
+        for message, test in page.claims
+    ]
     longest = [page.title[:2] for page in listed if (page.seconds or 0) >= 120]
     quick = f"{len(listed) - len(longest)} of {len(listed)} pages ran in less than two minutes on two cores that other programs used as well"
     lines += ["", f"{quick}; {', '.join(longest)} took longer."]
     head = ["", "## What the pages claim, and what checks it", ""]
     head += ["Building a page runs its assertions.", "", "| page | claim | assertion |", "|---|---|---|"]
-    return "\n".join([*lines, *head, *claims])
+    return "\n".join([*lines[1:], *head, *claims])
 
 
 def escaped(text: str) -> str:

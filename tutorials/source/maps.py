@@ -1,4 +1,4 @@
-"""Diagrams of the pages that show a whole: the map of a request, a layer with its shapes, an engine in steps."""
+"""Diagrams of the pages that show a whole: a request's way, a layer, an engine in steps, experts, a block of bits."""
 
 from __future__ import annotations
 
@@ -145,4 +145,48 @@ def layer() -> Drawing:
     return d
 
 
-DRAWINGS: dict[str, Callable[[], Drawing]] = {"00_map": the_map, "00_layer": layer, "27_engine": engine_steps}
+def experts() -> Drawing:
+    """33: a router, eight experts, and two tokens of one step."""
+    d = Drawing("A router sends each token to two of eight experts; tokens of one step meet in the same ones", 700, 190)
+    for y, words, fill in ((30, "token A", "a"), (110, "token B", "d")):
+        d.box(14, y, 80, 40, words, fill=fill)
+        d.arrow(94, y + 20, 128, 78 if y < 70 else 98)
+    d.box(130, 64, 80, 48, "router\n[G, E]", fill="c")
+    for at in range(8):
+        fill = {1: "a", 4: "b", 6: "d"}.get(at, "n")
+        d.box(270 + at * 42, 64, 36, 48, str(at), fill=fill)
+    d.path("M170 64 V36 H330 V62")
+    d.path("M170 64 V36 H456 V62")
+    d.path("M170 112 V140 H456 V114")
+    d.path("M170 112 V140 H540 V114")
+    d.words(330, 24, "A: experts 1 and 4", "small")
+    d.words(330, 153, "B: experts 4 and 6", "small")
+    d.box(630, 64, 56, 48, "Σ p · y", fill="c")
+    d.arrow(604, 88, 628, 88)
+    d.words(350, 176, "four products, three of eight experts read; all eight are in memory", "small")
+    return d
+
+
+def block() -> Drawing:
+    """34: what a group of numbers is stored as."""
+    d = Drawing("A block: 32 numbers share a scale, perhaps a minimum, and each has four bits", 700, 150)
+    d.box(14, 40, 80, 40, "scale s", fill="b")
+    d.words(54, 92, "16 bits", "small")
+    d.box(100, 40, 96, 40, "minimum m", fill="d")
+    d.words(148, 92, "16 bits, or none", "small")
+    for at, number in enumerate((3, 11, 7, 8, 15, 0, 9, 6, 12, 5, 8)):
+        d.box(210 + at * 36, 40, 33, 40, str(number), fill="a")
+    d.words(622, 60, "…", "")
+    d.box(644, 40, 33, 40, "10", fill="a")
+    d.words(440, 92, "32 numbers of 4 bits: which of 16 levels", "small")
+    d.words(350, 122, "number ≈ m + s · level: few bits for each, because 32 of them share the rest", "small")
+    return d
+
+
+DRAWINGS: dict[str, Callable[[], Drawing]] = {
+    "00_map": the_map,
+    "00_layer": layer,
+    "27_engine": engine_steps,
+    "33_experts": experts,
+    "34_block": block,
+}

@@ -31,7 +31,7 @@ FEATURES: Final = {
 
 OPTIONAL: Final = frozenset({"ray", "torch", "transformers"})  # a page leaves out the part that needs it
 _PICTURE: Final = re.compile(r"\.\./source/pictures/([\w.-]+)")
-_DRAWING: Final = re.compile(r'"(\d\d_\w+\.svg)"')  # that a cell shows
+_DRAWING: Final = re.compile(r'"(\d\d_\w+\.(?:svg|html))"')  # that a cell shows
 _FILE: Final = re.compile(r"\]\((\w+\.py)\)")
 _LINK: Final = re.compile(r"(?<!!)\[([^\[\]]*)\]\(\.\./((?:guide/|\.\./)[\w./#-]+)\)")
 
