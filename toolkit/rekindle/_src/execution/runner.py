@@ -415,7 +415,8 @@ class Runner:
                 continue
             try:
                 self._constants.put(row)
-                admissions.append((row, pack_admission(row, size) if self._features.reads_slot(request) else None))
+                reads = self._features.reads_slot(request)
+                admissions.append((row, pack_admission(row, size, self._features.slots) if reads else None))
             except Exception as error:
                 self._owners[row.slot] = None
                 refused[request.id] = error

@@ -268,7 +268,7 @@ class CallCodec:
         config, recipes = programs.config, programs.recipes
         self._programs, self._names = programs, {key.name.encode(): key for key in programs.ledger.entries}
         self._steps = StepCodec(config.max_requests, recipes.width, recipes.page_size, programs.features)
-        self._ints, self._floats = admission_sizes(recipes.width * recipes.page_size)
+        self._ints, self._floats = admission_sizes(recipes.width * recipes.page_size, recipes.features.slots)
         self._words = mask_words(recipes.model.vocab_size)
         self.parts = PageParts.of(recipes.parts, recipes.kv)
 

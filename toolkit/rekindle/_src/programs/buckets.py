@@ -44,6 +44,7 @@ class ProgramVariant(enum.IntFlag):
     TAPS = enum.auto()  # the user's taps
     PICTURES = enum.auto()  # rows of pictures in the place of embeddings
     DRAFTS = enum.auto()  # drafts where layers have states, and the model's own head
+    SAMPLERS = enum.auto()  # samplers beyond those of every program
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -63,7 +64,7 @@ class StepSpan(enum.StrEnum):
 
 PLAIN_VARIANT = ProgramVariant(0)
 # Of two programs of a step, the second has these variants and the first one all others.
-_OF_CHOICE = ProgramVariant.PROCESSORS | ProgramVariant.DISTRIBUTION
+_OF_CHOICE = ProgramVariant.PROCESSORS | ProgramVariant.DISTRIBUTION | ProgramVariant.SAMPLERS
 _OF_PROMPTS = ProgramVariant.POOLING  # steps without a prompt need none of these
 
 

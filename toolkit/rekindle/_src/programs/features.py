@@ -62,6 +62,8 @@ class Features:
         self.history = functools.reduce(lambda bits, option: bits | option.history, options, 0)
         self.changing = functools.reduce(lambda bits, part: bits | part.changing, parts, 0)
         self.outputs = tuple(part for part in parts if part.has_output)
+        self._with_slots = tuple(one for one in entries if one.slot.ints or one.slot.floats)
+        self.slots = tuple(feature.slot for feature in self._with_slots)  # in the order of `RequestState.own`
         self.copied = tuple(bool(part.variant) and part.copied for part in self.outputs)  # in every step
         self.streams = next((part.streams for part in parts if part.streams), ())
         self.matrices: str | None = next((part.matrices for part in parts if part.warmed and part.matrices), None)
@@ -124,6 +126,10 @@ class Features:
             if (extended or not extends) and in_plan(plan):
                 bits |= variant
         return _variant(bits)
+
+    def slot_index(self, feature: Feature) -> int:
+        """Return the place of a feature's slots in `RequestState.own`."""
+        return self._with_slots.index(feature)
 
     def joined(self, alone: Iterable[ProgramVariant]) -> ProgramVariant:
         """Return the variants of the program for several rows, from the variants that each row needs alone."""

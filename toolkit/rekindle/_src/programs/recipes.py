@@ -115,6 +115,7 @@ class Recipes:
                 model.vocab_size,
                 width if resident else None,
                 (model.hidden_size * max(1, len(features.streams)), graph.precision.stream) if keeps_hidden else None,
+                features.slots,
             ),
             config=config,
             features=features,
@@ -201,9 +202,10 @@ class Recipes:
         if key == MEMORY:
             return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
         if key == ADMIT:
-            ints, floats = request_state.admission_sizes(self.width * self.page_size)
-            slot = (self.state, _ints(ints), _floats(floats))
-            return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
+            own = self.features.slots
+            ints, floats = request_state.admission_sizes(self.width * self.page_size, own)
+            slot, admit = (self.state, _ints(ints), _floats(floats)), functools.partial(request_state.admit, own=own)
+            return Recipe(admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
         if key == TABLES:
             rows = _ints(packing.PUT * (1 + self.width))
             return Recipe(packing.put_tables, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)

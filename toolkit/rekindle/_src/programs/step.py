@@ -30,7 +30,7 @@ from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, keep_hidden, record
 from rekindle._src.programs.row_option import RowFlag
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
-from rekindle._src.programs.step_part import ChosenStep, StepInputs, StepPart, branch
+from rekindle._src.programs.step_part import ChosenStep, DrawnTokens, StepInputs, StepPart, branch
 from rekindle_kernels import draws_in_one_call, greedy
 
 Leaves = Sequence[Array]
@@ -233,29 +233,78 @@ def _choose(
     results for the host, and the tokens.
     """
     late, logits = layout.features.late, scores.logits
-    with jax.named_scope("sample"):
-        if operand is None:
-            tokens = _sample(layout, logits, inputs, state, implementation=implementation)
-        else:
-            take = late.take(operand)
-            tokens, values = _sample(layout, logits, inputs, state, take, implementation=implementation)
-    shown = marked(tokens, scores.last, logits)
-    if operand is not None:
-        shown = late.mark(shown, operand, values)
+    take: Take = plainly if operand is None else late.take(operand)
 
-    def chosen_from() -> Array:
+    def allowed() -> Array:
         changed = _changed(layout, logits, inputs, state)
         return changed if operand is None else late.allow(changed, operand)
 
-    with_columns = [feature.part for feature in layout.compiled if feature.part.width]
-    columns = [part.columns(logits, tokens, inputs, chosen_from) for part in with_columns]
+    chosen_from, narrowed = allowed, _Narrowing.of(layout, inputs, state)
+    with jax.named_scope("sample"):
+        if narrowed is None:
+            taken = _sample(layout, logits, inputs, state, take, implementation=implementation)
+        else:
+            changes = inputs.any_flags & layout.features.changing != 0
+            changed = branch(changes, lambda: _changed(layout, logits, inputs, state), lambda: logits)
+            drawn_from = narrowed.narrow(changed if operand is None else late.allow(changed, operand))
+            taken = take(drawn_from, functools.partial(_drawn, inputs, implementation))
+            chosen_from = lambda: drawn_from  # noqa: E731  which logits are read, if at all, is decided here
+
+    tokens, values = (taken, None) if operand is None else taken
+    shown = marked(tokens, scores.last, logits)
+    if operand is not None:
+        shown = late.mark(shown, operand, values)
     samples = inputs.flag(RowFlag.SAMPLES)
+    counts = samples | recording(inputs, tokens)
+    noted = {} if narrowed is None else narrowed.note(tokens, counts)
+    columns = [
+        noted[part] if part in noted else part.columns(logits, tokens, inputs, chosen_from)
+        for part in (feature.part for feature in layout.compiled)
+        if part.width
+    ]
     slots = jnp.where(samples, inputs.slots, layout.slots)
-    counted = jnp.where(samples | recording(inputs, tokens), inputs.slots, layout.slots)
+    counted = jnp.where(counts, inputs.slots, layout.slots)
     kept = jnp.where(inputs.flag(RowFlag.CHOOSES), inputs.slots, layout.slots)
     read = jnp.concatenate(scores.streams or (scores.last,), axis=-1)
     new_state = keep_hidden(record(state, slots, counted, tokens), kept, inputs.lengths, read, tokens)
+    if narrowed is not None:
+        new_state = new_state._replace(own=tuple(narrowed.own))
     return new_state, jnp.concatenate([shown[:, None], *columns], axis=1), tokens
+
+
+class _Narrowing:
+    """The features of a program that narrow logits before the draw, one after the other."""
+
+    def __init__(self, parts: list[tuple[StepPart, object, int]], inputs: StepInputs, state: RequestState) -> None:
+        self._parts, self._inputs = parts, inputs
+        self.own = list(state.own)  # the state of each feature, new after `note`
+        self._kept: dict[StepPart, object] = {}
+
+    @classmethod
+    def of(cls, layout: Layout, inputs: StepInputs, state: RequestState) -> _Narrowing | None:
+        """Return the narrowing features of a layout; None without any."""
+        compiled = zip(layout.compiled, layout.compiled_with(inputs.own), strict=True)
+        parts = [(part, own, layout.features.slot_index(feature)) for feature, (part, own) in compiled if part.narrows]
+        return cls(parts, inputs, state) if parts else None
+
+    def narrow(self, logits: Array) -> Array:
+        """Return logits [N, V] with minus infinity where a token may not be drawn."""
+        for part, own, index in self._parts:
+            logits, self._kept[part] = part.narrow(logits, self._inputs, own, self.own[index])
+        return logits
+
+    def note(self, tokens: Array, counted: Array) -> dict[StepPart, Array]:
+        """Update the features' states by the drawn `tokens` [N]. Return the columns of each feature for the host."""
+        columns = {}
+        for part, own, index in self._parts:
+            drawn = DrawnTokens(tokens, counted, self._kept[part])
+            self.own[index], columns[part] = part.note(drawn, self._inputs, own, self.own[index])
+        return columns
+
+
+def _drawn(inputs: StepInputs, implementation: str | None, logits: Array, masks: Array | None) -> Array:
+    # Where flags are known while a program is traced, all its rows are greedy.
+    return choose(logits, inputs.choice, cast(Array, inputs.any_flags), masks, implementation=implementation)
 
 
 def _sample(
@@ -274,9 +323,7 @@ def _sample(
     def change() -> Array:
         return _changed(layout, logits, inputs, state)
 
-    def drawn(shaped: Array, masks: Array | None) -> Array:
-        # Where flags are known while a program is traced, all its rows are greedy.
-        return choose(shaped, inputs.choice, cast(Array, inputs.any_flags), masks, implementation=implementation)
+    drawn = functools.partial(_drawn, inputs, implementation)
 
     def options() -> Any:
         return take(branch(changes, change, lambda: logits), drawn)

@@ -97,6 +97,21 @@ class ChosenStep(NamedTuple, Generic[Own, Operands]):
     state: RequestState  # after the step
 
 
+class NarrowedLogits(NamedTuple):
+    """Logits that a feature has narrowed."""
+
+    logits: Array  # [N, V]: minus infinity where a token may not be drawn
+    kept: object  # for `StepPart.note`
+
+
+class DrawnTokens(NamedTuple):
+    """The tokens of a step, drawn from narrowed logits."""
+
+    tokens: Array  # [N]
+    counted: Array  # bool [N]: the token is now its request's: it was sampled, or follows an accepted draft
+    kept: object  # from `StepPart.narrow`
+
+
 class Hooks(NamedTuple):
     """The hooks of a feature inside the layers of a step; see `models/hooks.py`."""
 
@@ -126,6 +141,7 @@ class StepPart(Generic[Own, Operands]):
     # Of the result: columns of integers next to each row's token, and an array of its own
     width: int = 0
     follows: bool = False  # it writes into pages once tokens are chosen: see `follow`
+    narrows: bool = False  # it decides which tokens may be drawn, and keeps a state in slots: see `narrow` and `note`
     # Layers whose inputs in the residual stream all steps keep for it in the request state, where the model's number of
     # layers stands for the last one's output; see `ChosenStep.read`
     streams: tuple[int, ...] = ()
@@ -166,6 +182,14 @@ class StepPart(Generic[Own, Operands]):
     def change(self, logits: Array, inputs: StepInputs, own: Own, state: RequestState) -> Array:
         """Before the choice: return logits [N, V], in steps that have a flag of `changing`."""
         return logits
+
+    def narrow(self, logits: Array, inputs: StepInputs, own: Own, slots: object) -> NarrowedLogits:
+        """Before the draw: narrow logits [N, V], which have passed all changes and masks, by the feature's `slots`."""
+        raise NotImplementedError
+
+    def note(self, drawn: DrawnTokens, inputs: StepInputs, own: Own, slots: object) -> tuple[object, Array]:
+        """After the draw: return the feature's new `slots`, and its columns for the host [N, width]."""
+        raise NotImplementedError
 
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         """After the choice: return integers [N, width] for the host, from the model's own logits and the tokens [N].
