@@ -131,7 +131,7 @@ CELLS: dict[str, dict[str, str]] = {
         "session.reset()": "await session.cache.clear()",
         "await session.generate('hi', echo=True)": "done.prompt",
         "await session.generate('hi', repeat_penalty=1.1)": "Use repetition_penalty",
-        "await session.generate('hi', mirostat_mode=2)": "Use min_p",
+        "await session.generate('hi', mirostat_mode=2)": "Use mirostat=2",
         "await session.generate('hi', max_tokens=-1)": "Use a number such as 256",
         "(await session.generate('hi', max_tokens=2))['choices'][0]['text']": DONE,
         "for token in session.generate('hi', stream=True): pass": "async for delta in session.stream(prompt)",

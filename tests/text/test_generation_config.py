@@ -16,7 +16,9 @@ from helpers.sessions import fake_session
 from helpers.small import TINY
 from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
+from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text.generation_config import CHAT, Defaults, checkpoint_sampling, defaults_of, describe
+from rekindle._src.text.gguf.writing import sampling_metadata
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 
@@ -153,3 +155,31 @@ def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog:
 
 def test_words() -> None:
     assert describe(Sampling(temperature=0.6, top_p=0.9)) == "temperature 0.6, top_p 0.9"
+
+
+def test_samplers_of_a_gguf_file_are_its_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    fields = {
+        "temp": 0.75, "xtc_probability": 0.5, "xtc_threshold": 0.25, "mirostat": 0, "mirostat_tau": 4.0,
+        "sequence": "penalties;top_k;typ_p;temperature", "top_k": 9,
+    }  # fmt: skip
+    write_gguf(
+        path, {"general.architecture": "llama"} | {f"general.sampling.{k}": v for k, v in fields.items()}, [], []
+    )
+    expected = Sampling(
+        temperature=0.75, xtc_probability=0.5, xtc_threshold=0.25, mirostat_tau=4.0, top_k=9,
+        samplers=["penalties", "top_k", "typical_p", "temperature"],
+    )  # fmt: skip
+    found = checkpoint_sampling(path)
+    assert found == expected and found is not None
+    assert "samplers penalties;top_k;typical_p;temperature" in describe(found)
+    again = tmp_path / "b.gguf"
+    write_gguf(again, {"general.architecture": "llama"} | sampling_metadata(found), [], [])
+    assert checkpoint_sampling(again) == found
+
+
+def test_a_sampler_that_is_not_known_is_logged_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a.gguf"
+    write_gguf(path, {"general.architecture": "llama", "general.sampling.sequence": "top_k;infill"}, [], [])
+    assert checkpoint_sampling(path) is None
+    assert "infill" in caplog.text

@@ -17,6 +17,7 @@ from rekindle._src.capabilities.overflow import OverflowEntry
 from rekindle._src.capabilities.pictures import PicturesEntry
 from rekindle._src.capabilities.pooling import PoolingEntry
 from rekindle._src.capabilities.replies import RepliesEntry
+from rekindle._src.capabilities.samplers import SamplersEntry
 from rekindle._src.capabilities.scores import ScoresEntry
 from rekindle._src.capabilities.tuning import TuningEntry
 
@@ -33,6 +34,7 @@ ENTRIES: tuple[CapabilityEntry, ...] = (
     PicturesEntry(),
     CapturesEntry(),
     PriorityEntry(),
+    SamplersEntry(),
     ScoresEntry(),
     GuidesEntry(),
     RepliesEntry(),

@@ -15,3 +15,4 @@ PROMPT_LOGPROBS: Report[TokenLogprobs] = Report("prompt_logprobs")  # of positio
 GUIDED: Report[GuideReport] = Report("guided")  # by the guide, on the token
 POOLED: Report[Vector] = Report("pooled")  # of an embedded prompt: a chunk's states, at its end the states of all
 CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants
+CARRIED: Report[tuple[float, ...]] = Report("carried")  # numbers of a sampler, after the token

@@ -18,6 +18,7 @@ from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
     Flag,
+    Place,
     Real,
     Refusal,
     Validator,
@@ -32,6 +33,19 @@ from rekindle._src.core.options import (
     door,
     option,
     refuse_unknown,
+)
+from rekindle._src.core.samplers import (
+    ADAPTIVE,
+    BREAKERS,
+    MAX_BREAKERS,
+    MAX_DRY_WINDOW,
+    ORDER,
+    PENALTIES,
+    TEMPERATURE,
+    Draw,
+    check_breakers,
+    read_mirostat,
+    read_samplers,
 )
 from rekindle._src.core.taps import Capture, Steer, SteerLike
 from rekindle.errors import InvalidRequest
@@ -78,6 +92,23 @@ class SamplingOptions(TypedDict, total=False):
     repetition_penalty: float | None
     presence_penalty: float | None
     frequency_penalty: float | None
+    typical_p: float | None
+    top_n_sigma: float | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    dynatemp_range: float | None
+    dynatemp_exponent: float | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: str | Sequence[str] | None
+    mirostat: int | None
+    mirostat_tau: float | None
+    mirostat_eta: float | None
+    adaptive_target: float | None
+    adaptive_decay: float | None
+    samplers: str | Sequence[str] | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str] | None
@@ -152,6 +183,10 @@ def _stop(name: str, value: Any, error: Refusal) -> tuple[str, ...]:
 
 def _words(name: str, words: tuple[Any, ...]) -> None:
     check_words(words)
+
+
+def _breakers(name: str, breakers: tuple[Any, ...]) -> None:
+    check_breakers(name, breakers, InvalidRequest)
 
 
 def _named(kind: str) -> Callable[[str, tuple[Any, ...]], None]:
@@ -281,6 +316,8 @@ _STEERS = Several("rekindle.Steer", MAX_STEERS)
 _STOPS = Several("strings", MAX_STOPS)
 _COUNT = Whole(1, fix="Use the number of completions that you want")
 _PENALTY = Real(-2.0, 2.0, "Use a value such as 0.5; 0 is off")
+_SAMPLER: tuple[Place, ...] = ("http", "checkpoint")
+_ALL_OFF = (1.0, 0.0, 0.0, 0.0, 0.0, 0, -1.0, None)  # the options that switch samplers on, in `Sampling.extended`
 
 
 @door(
@@ -299,6 +336,10 @@ class Sampling(Record):
     penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,
     `temperature`, `top_k`, `top_p`, `min_p`.
 
+    With one of the samplers that llama.cpp has besides these, from `typical_p` to `samplers` in the table, the order
+    after the masks is llama.cpp's: DRY, `top_n_sigma`, `top_k`, `typical_p`, `top_p`, `min_p`, XTC, `temperature`,
+    `adaptive_target`. `samplers` sets another one. `mirostat` replaces all of these but `temperature`.
+
     Options:
         max_tokens (256): new tokens at most, 2048 in a chat; 0 only scores the prompt, see prompt_logprobs.
         min_tokens (0): new tokens before an end of sequence or a stop token is allowed.
@@ -309,6 +350,25 @@ class Sampling(Record):
         repetition_penalty (1.0): divides the logits of tokens in prompt and output, as in transformers; 1 is off.
         presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
+        typical_p (1.0): draw from the tokens with a surprise next to the expected one that have this probability
+            together; 1 is off.
+        top_n_sigma (0.0): draw from tokens with a logit within so many standard deviations of the largest; 0 is off.
+        xtc_probability (0.0): how often all but the least likely of the tokens above xtc_threshold are left out.
+        xtc_threshold (0.1): the probability from which XTC leaves tokens out; above 0.5 it is off.
+        dynatemp_range (0.0): the temperature may differ by so much: lower where the model is sure; 0 is off.
+        dynatemp_exponent (1.0): how the temperature follows the entropy, with a dynatemp_range.
+        dry_multiplier (0.0): DRY takes multiplier * base ** (length - allowed) off tokens that would continue a
+            repetition of this length; 0 is off.
+        dry_base (1.75): its base, at least 1.
+        dry_allowed_length (2): repetitions below this length are free.
+        dry_penalty_last_n (64): the latest tokens of prompt and output that it reads, at most 4,096; -1 is all of them.
+        dry_sequence_breakers (('\\n', ':', '"', '*')): texts that no repetition passes; at most 16.
+        mirostat (0): 2 keeps the surprise of tokens near mirostat_tau, in place of the other samplers; 0 is off.
+        mirostat_tau (5.0): the surprise that mirostat aims at, in bits.
+        mirostat_eta (0.1): how fast it adapts.
+        adaptive_target (-1.0): prefer tokens with a probability near this one, on average; below 0 is off.
+        adaptive_decay (0.9): how long adaptive_target remembers earlier tokens; 0 to 0.99.
+        samplers (None): the samplers to apply, in this order; those left out are off. "penalties" come first.
         logit_bias ({}): added to the logits of these token ids; at most 300.
         allowed_token_ids (None): only these tokens are allowed; name an end token too if the text may end by itself.
         bad_words (()): forbidden words, as the tokenizer spells them alone and after a space.
@@ -361,6 +421,28 @@ class Sampling(Record):
     )
     presence_penalty: float = option(0.0, _PENALTY, also=("http",))
     frequency_penalty: float = option(0.0, _PENALTY, also=("http",))
+    typical_p: float = option(1.0, Real(0.0, 1.0, "Use a share such as 0.95; 1 is off", above=True), also=_SAMPLER)
+    top_n_sigma: float = option(0.0, Real(-1.0, fix="Use a number such as 1.5; 0 is off"), also=_SAMPLER)
+    xtc_probability: float = option(0.0, Real(0.0, 1.0, "Use a share such as 0.5; 0 is off"), also=_SAMPLER)
+    xtc_threshold: float = option(0.1, Real(0.0, 1.0, "Use a share such as 0.1"), also=_SAMPLER)
+    dynatemp_range: float = option(0.0, Real(0.0, fix="Use a number such as 0.5; 0 is off"), also=_SAMPLER)
+    dynatemp_exponent: float = option(1.0, Real(0.0, fix="Use a number such as 1"), also=_SAMPLER)
+    dry_multiplier: float = option(0.0, Real(0.0, fix="Use a number such as 0.8; 0 is off"), also=_SAMPLER)
+    dry_base: float = option(1.75, Real(1.0, fix="Use a number such as 1.75"), also=_SAMPLER)
+    dry_allowed_length: int = option(2, Whole(0, fix="Use a number such as 2"), also=_SAMPLER)
+    dry_penalty_last_n: int = option(
+        64, Whole(-1, MAX_DRY_WINDOW, f"Use a number of tokens; -1 is all of them, up to {MAX_DRY_WINDOW:,}"),
+        also=_SAMPLER,
+    )  # fmt: skip
+    dry_sequence_breakers: tuple[str, ...] = option(
+        BREAKERS, Several("strings", MAX_BREAKERS, _breakers), also=_SAMPLER
+    )
+    mirostat: int = option(0, read_mirostat, also=_SAMPLER)
+    mirostat_tau: float = option(5.0, Real(0.0, fix="Use a number such as 5"), also=_SAMPLER)
+    mirostat_eta: float = option(0.1, Real(0.0, fix="Use a number such as 0.1"), also=_SAMPLER)
+    adaptive_target: float = option(-1.0, Real(-1.0, 1.0, "Use a share such as 0.5; -1 is off"), also=_SAMPLER)
+    adaptive_decay: float = option(0.9, Real(0.0, 0.99, "Use a number such as 0.9"), also=_SAMPLER)
+    samplers: tuple[str, ...] | None = option(None, read_samplers, also=_SAMPLER)
     logit_bias: Mapping[int, float] = option(dict, _biases, also=("http",))
     allowed_token_ids: tuple[int, ...] | None = option(
         None, Several("token ids", MAX_ALLOWED_TOKENS, _tokens, may_be_empty=False), also=("http",)
@@ -428,8 +510,63 @@ class Sampling(Record):
 
     @property
     def greedy(self) -> bool:
-        """True if the most likely token is always taken."""
-        return self.temperature == 0.0
+        """True if no token is drawn: the likeliest one that is left is taken."""
+        if self.temperature != 0.0 or not self.extended or self.mirostat:
+            return self.temperature == 0.0
+        return TEMPERATURE in self.order and not (self.dynatemp_range or "xtc" in self.order)
+
+    @property
+    def extended(self) -> bool:
+        """True if it has a sampler beyond temperature, top_k, top_p and min_p, or an order of them."""
+        switches = (
+            self.typical_p, self.top_n_sigma, self.xtc_probability, self.dry_multiplier, self.dynatemp_range,
+            self.mirostat, self.adaptive_target, self.samplers,
+        )  # fmt: skip
+        if switches == _ALL_OFF:
+            return False
+        return (
+            self.samplers is not None
+            or bool(self.mirostat)
+            or self.adaptive_target >= 0.0
+            or self.dynatemp_range > 0.0
+            or any(map(self._extends, ORDER))
+        )
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """The samplers that change something, in their order, of a request that is `extended`."""
+        if self.mirostat:
+            return (TEMPERATURE,)
+        chain = (*ORDER, ADAPTIVE) if self.samplers is None else self.samplers
+        off = {
+            PENALTIES: not self.penalised,
+            "top_k": not self.top_k,
+            "top_p": self.top_p >= 1.0,
+            "min_p": self.min_p <= 0.0,
+            TEMPERATURE: self.temperature == 1.0 and not self.dynatemp_range,
+            ADAPTIVE: self.adaptive_target < 0.0,
+        }
+        return tuple(name for name in chain if not off.get(name, False) and (name in off or self._extends(name)))
+
+    def _extends(self, name: str) -> bool:
+        """True if the sampler of this name is on, and not one that every request may have."""
+        match name:
+            case "dry":
+                return self.dry_multiplier > 0.0 and self.dry_penalty_last_n != 0
+            case "top_n_sigma":
+                return self.top_n_sigma > 0.0
+            case "typical_p":
+                return self.typical_p < 1.0
+            case "xtc":
+                return self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+        return False
+
+    @property
+    def draw(self) -> Draw:
+        """The options of the draw: neutral ones after samplers that have applied them."""
+        if self.extended:
+            return Draw(0.0 if self.greedy else 1.0, 0, 1.0, 0.0)
+        return Draw(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def whole_logprobs(self) -> bool:
@@ -469,7 +606,8 @@ class Sampling(Record):
     @property
     def penalised(self) -> bool:
         """True if any of the three penalties is on."""
-        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0) and (self.samplers is None or PENALTIES in self.samplers)
 
 
 def check_size(name: str, characters: int) -> None:

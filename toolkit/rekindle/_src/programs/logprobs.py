@@ -35,7 +35,7 @@ LANES = 256  # values that are added at once where the order is fixed
 CHUNK = 32  # positions with logits in memory at once, [32, V]; a whole chunk's, 512 x 49152, would be 100 MB
 
 
-def _total(values: Array, *, deterministic: bool) -> Array:
+def total_of(values: Array, *, deterministic: bool) -> Array:
     """Return the sums [N, 1] of values [N, V]; deterministic ones are added in an order that does not depend on N.
 
     XLA's reductions take other orders for other N: of 37 rows with 2,048 tokens, 4 had other last bits alone than with
@@ -61,7 +61,7 @@ def _total(values: Array, *, deterministic: bool) -> Array:
 def _normaliser(logits: Array, *, deterministic: bool) -> Array:
     """Return the logarithms [N, 1] of the sums of the logits' exponentials."""
     largest = logits.max(axis=-1, keepdims=True)
-    return jnp.log(_total(jnp.exp(logits - largest), deterministic=deterministic)) + largest
+    return jnp.log(total_of(jnp.exp(logits - largest), deterministic=deterministic)) + largest
 
 
 def logprobs_of(logits: Array, tokens: Array, *, deterministic: bool = False) -> Array:
@@ -239,7 +239,7 @@ def sampled_logprobs(
 
     def top_k() -> Array:
         limited = (choice.top_k > 0) & (choice.top_k < logits.shape[-1])
-        kth = _least(magnitudes, jnp.ones_like(shifted), choice.top_k.astype(jnp.float32))
+        kth = least_magnitude(magnitudes, jnp.ones_like(shifted), choice.top_k.astype(jnp.float32))
         return jnp.where(limited, kth, everything)
 
     weights = jnp.exp(shifted)
@@ -247,24 +247,25 @@ def sampled_logprobs(
     weights = jnp.where(magnitudes <= kth[:, None], weights, 0.0)
 
     def top_p() -> Array:
-        border = _least(magnitudes, weights, choice.top_p * weights.sum(axis=-1))
+        border = least_magnitude(magnitudes, weights, choice.top_p * weights.sum(axis=-1))
         return jnp.where(choice.top_p < 1.0, border, everything)
 
     border = branch(any_flags & RowFlag.TOP_P != 0, top_p, lambda: everything)
     support = (magnitudes <= border[:, None]) & (weights >= choice.min_p[:, None]) & (weights > 0.0)
     chosen = lax.broadcasted_iota(jnp.int32, logits.shape, 1) == tokens[:, None]
     support = jnp.where(drawing[:, None], support | chosen, chosen)
-    total = _total(jnp.where(support, jnp.exp(shifted), 0.0), deterministic=deterministic)
+    total = total_of(jnp.where(support, jnp.exp(shifted), 0.0), deterministic=deterministic)
     return jnp.where(support, shifted - jnp.log(total), -jnp.inf)
 
 
-def _least(magnitudes: Array, weights: Array, target: Array) -> Array:
+def least_magnitude(magnitudes: Array, weights: Array, target: Array, *, deterministic: bool = False) -> Array:
     """Return the least magnitude [N] at which the weights [N, V] up to it add up to `target` [N], by bisection."""
 
     def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         low, high = bounds  # the weights up to low are too few, those up to high are enough
         middle = low + (high - low) // 2
-        enough = jnp.where(magnitudes <= middle[:, None], weights, 0.0).sum(axis=-1) >= target
+        counted = jnp.where(magnitudes <= middle[:, None], weights, 0.0)
+        enough = total_of(counted, deterministic=deterministic)[:, 0] >= target
         return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
     start = jnp.full(target.shape, -1, jnp.int32), jnp.full(target.shape, _INFINITY, jnp.int32)

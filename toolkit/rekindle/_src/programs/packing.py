@@ -320,14 +320,15 @@ def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array |
 
 def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
     """Return the floats of the sampling options that affect how a token is drawn."""
-    return min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p
+    draw = sampling.draw
+    return min(draw.temperature, _HOTTEST), draw.top_p, draw.min_p
 
 
 def drawing_ints(sampling: Sampling) -> tuple[int, int, int]:
     """Return top_k and the halves of the seed, as int32."""
     seed = sampling.seed or 0
     high, low = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    return min(sampling.top_k, 2**31 - 1), int(high), int(low)
+    return min(sampling.draw.top_k, 2**31 - 1), int(high), int(low)
 
 
 def choice_of(floats: Array, top_k: Array, seeds: Array, positions: Array) -> Choice:

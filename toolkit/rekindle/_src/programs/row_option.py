@@ -43,6 +43,7 @@ class RowFlag(enum.IntFlag):
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
     SAMPLED_LOGPROBS = 1 << 28  # after the processors' bits
     DRAFT = 1 << 29  # a draft for a request that reads its earlier tokens
+    NARROWED = 1 << 30  # its logits are narrowed before the draw: see `StepPart.narrow`
 
 
 FIRST_PROCESSOR = 12  # bit
@@ -56,11 +57,12 @@ PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 def drawing_flags(sampling: Sampling) -> int:
     """Return the bits of the sampling options that affect how a token is drawn."""
     flags = RowFlag(0)
+    draw = sampling.draw
     if not sampling.greedy:
         flags |= RowFlag.DRAWS
-        flags |= RowFlag.TOP_K * (sampling.top_k > 0)
-        flags |= RowFlag.LARGE_K * (sampling.top_k > SMALL_TOP_K)
-        flags |= RowFlag.TOP_P * (sampling.top_p < 1.0)
+        flags |= RowFlag.TOP_K * (draw.top_k > 0)
+        flags |= RowFlag.LARGE_K * (draw.top_k > SMALL_TOP_K)
+        flags |= RowFlag.TOP_P * (draw.top_p < 1.0)
     return int(flags)
 
 

@@ -119,6 +119,8 @@ class ShapingOption(RowOption[Shaping]):
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
         sampling = request.sampling
+        if not sampling.penalised:
+            return (), self.neutral
         repetition = min(max(sampling.repetition_penalty, _SMALLEST), LARGEST)
         return (), (repetition, sampling.presence_penalty, sampling.frequency_penalty)
 

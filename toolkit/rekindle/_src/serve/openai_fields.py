@@ -7,6 +7,7 @@ from typing import Any
 
 from rekindle._src.core import options
 from rekindle._src.core.options import MAX_BAD_WORDS, MAX_WORD
+from rekindle._src.core.samplers import KNOWN, MAX_BREAKER, MAX_BREAKERS
 from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS, Sampling
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.fields import (
@@ -95,6 +96,17 @@ _OTHERWISE = {
         Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
         Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
         Field("bad_words", Items(String(MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
+        Field(
+            "dry_sequence_breakers",
+            Items(String(MAX_BREAKER, minimum=1), maximum=MAX_BREAKERS),
+            "Texts that no repetition passes, for DRY.",
+        ),
+        Field("mirostat", whole(0, 2), "2 keeps the surprise of tokens near mirostat_tau; 0 is off."),
+        Field(
+            "samplers",
+            Items(String(MAX_BREAKER), maximum=len(KNOWN)),
+            "The samplers to apply, in this order; those left out are off.",
+        ),
         Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
         Field("n", whole(1, MOST_N), "Choices for each prompt."),
         Field("stop", STOP, "Strings that end the text."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,4 +86,8 @@ def describe(sampling: Sampling) -> str:
     """Return the options that differ from `Sampling()`, in words."""
     plain = Sampling()
     changed = {name: getattr(sampling, name) for name in NAMES if getattr(sampling, name) != getattr(plain, name)}
-    return ", ".join(f"{name} {value:g}" for name, value in changed.items())
+    return ", ".join(f"{name} {_shown(value)}" for name, value in changed.items())
+
+
+def _shown(value: float | Sequence[str]) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else ";".join(value)

@@ -47,8 +47,11 @@ from rekindle.errors import CheckpointError, RekindleError
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
-    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat"
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+    "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold", "mirostat": "mirostat",
+    "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
 }  # fmt: skip
+_SEQUENCE = "general.sampling.sequence"  # names of samplers, with semicolons between
 
 SMALL = 1 << 20  # bytes; below this size of a header a tokenizer is built too fast to be worth storing
 
@@ -114,6 +117,8 @@ def read_sampling(path: str | Path) -> dict[str, object]:
     metadata = metadata_of(path)
     defaults = {option: metadata.get(f"general.sampling.{key}") for option, key in _SAMPLING.items()}
     defaults = {name: value for name, value in defaults.items() if isinstance(value, (int, float))}
+    if isinstance(metadata.get(_SEQUENCE), str):
+        defaults["samplers"] = metadata.get(_SEQUENCE)
     return {"do_sample": defaults.get("temperature") != 0, **defaults} if defaults else {}
 
 

@@ -95,6 +95,10 @@ def sampling_metadata(sampling: Sampling | None) -> dict[str, object]:
         "penalty_repeat": sampling.repetition_penalty,
     }  # fmt: skip
     off = {"top_k": plain.top_k, "top_p": plain.top_p, "min_p": plain.min_p, "penalty_repeat": plain.repetition_penalty}
+    for name in ("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta"):
+        values[name], off[name] = getattr(sampling, name), getattr(plain, name)
+    if sampling.samplers is not None:
+        values["sequence"] = ";".join(sampling.samplers)
     return {f"general.sampling.{name}": value for name, value in values.items() if off.get(name) != value}
 
 

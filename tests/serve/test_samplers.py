@@ -1,0 +1,67 @@
+"""llama.cpp's samplers over HTTP, by the names that its server and vLLM use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers.asgi import post
+from helpers.small import TINY
+from helpers.thorough import anyio_backend  # noqa: F401  the fixture
+from rekindle.serve import app
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
+FIELDS: dict[str, Any] = {
+    "typical_p": 0.9, "top_n_sigma": 2.0, "xtc_probability": 0.5, "xtc_threshold": 0.05, "dry_multiplier": 0.8,
+    "dry_base": 1.5, "dry_allowed_length": 1, "dry_penalty_last_n": 200, "dry_sequence_breakers": ["."],
+    "dynatemp_range": 0.2, "dynatemp_exponent": 1.5,
+}  # fmt: skip
+PROMPT = "Once upon a time there was a fire. Once upon a time there was"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Any]:
+    with rekindle.open_sync("tiny", **TINY, drafts="none") as opened:
+        yield opened
+
+
+MIROSTAT = {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2}
+ORDER = {"samplers": ["top_k", "temperature"], "top_k": 4}
+
+
+@pytest.mark.parametrize("fields", [FIELDS, MIROSTAT, ORDER], ids=["all", "mirostat", "samplers"])
+async def test_fields_are_the_options_of_the_session(session: Any, fields: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"temperature": 0.9, "seed": 4, "max_tokens": 12}
+    expected = (await session.generate(PROMPT, **options, **fields)).text
+    answer = await post(app(session), "/v1/completions", {"prompt": PROMPT, **options, **fields})
+    assert answer.status == 200, answer.body
+    assert answer.json()["choices"][0]["text"] == expected
+
+
+async def test_neutral_values_of_other_servers_are_accepted(session: Any) -> None:
+    """Clients of llama.cpp send every field."""
+    neutral = {"typical_p": 1, "top_n_sigma": -1, "xtc_probability": 0, "dry_multiplier": 0, "dynatemp_range": 0,
+               "mirostat": 0, "adaptive_target": -1}  # fmt: skip
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 6}
+    served = app(session)
+    plain, same = await post(served, "/v1/completions", body), await post(served, "/v1/completions", body | neutral)
+    assert same.status == 200, same.body
+    assert same.json()["choices"] == plain.json()["choices"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("mirostat", 1), ("mirostat", 3), ("samplers", ["top_q"]), ("samplers", "top_k"), ("typical_p", 2),
+        ("dry_base", 0.5), ("dry_penalty_last_n", 10_000), ("dry_sequence_breakers", [""]),
+        ("dry_sequence_breakers", ["x"] * 17), ("xtc_threshold", -1),
+    ],
+)  # fmt: skip
+async def test_a_wrong_value_is_refused_with_its_field(session: Any, field: str, value: Any) -> None:
+    answer = await post(app(session), "/v1/completions", {"prompt": "a", "max_tokens": 2, field: value})
+    assert answer.status == 400, answer.body
+    error = answer.json()["error"]
+    assert error["param"].startswith(field) and field in error["message"]

@@ -1,0 +1,173 @@
+"""Samplers beyond top-p through a session: rows with options of their own in one step, with seeds, drafts and grammars,
+after a preemption and a restart. None of them compiles a program once the first step with one has run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rekindle
+from helpers.small import TINY
+
+pytestmark = pytest.mark.usefixtures("large_steps")
+PROMPTS = ["Once upon a time there was a fire. Once upon a time there was", "a b a b a b a", "Who are you? Who are"]
+SAMPLERS: list[dict[str, Any]] = [
+    {"dry_multiplier": 0.8, "dry_allowed_length": 1, "temperature": 0},
+    {"dry_multiplier": 2.0, "temperature": 0.9, "dry_sequence_breakers": ["b", "up"]},
+    {"typical_p": 0.6}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.6, "xtc_threshold": 0.05},
+    {"dynatemp_range": 0.6, "temperature": 0.9}, {"mirostat": 2, "mirostat_tau": 2.0, "mirostat_eta": 0.4},
+    {"adaptive_target": 0.3}, {"samplers": ["temperature", "top_p", "top_k"], "top_p": 0.9, "top_k": 5},
+    {"repetition_penalty": 1.2, "typical_p": 0.9, "min_p": 0.02, "samplers": ["penalties", "typ_p", "min_p"]},
+]  # fmt: skip
+ALL = [{"temperature": 1.1, "seed": number, "max_tokens": 24} | options for number, options in enumerate(SAMPLERS)]
+PLAIN = [{"temperature": 0.0, "max_tokens": 24}, {"temperature": 0.8, "top_p": 0.9, "seed": 3, "max_tokens": 24}]
+
+
+def tokens(session: rekindle.Session, *, together: bool = True) -> list[tuple[int, ...]]:
+    """The tokens of every prompt with some of the options, and of plain requests among them."""
+    calls = [(PROMPTS[number % 3], options) for number, options in enumerate([*ALL, *PLAIN])]
+    if not together:
+        return [session.generate_sync(prompt, **options).token_ids for prompt, options in calls]
+    handles = [session.submit(prompt, **options) for prompt, options in calls]
+    return [handle.result_sync().token_ids for handle in handles]
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[rekindle.Session]:
+    with rekindle.open_sync("tiny", **TINY, drafts="none") as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def alone(opened: rekindle.Session) -> list[tuple[int, ...]]:
+    """The tokens of each request alone."""
+    return tokens(opened, together=False)
+
+
+def test_rows_with_options_of_their_own_share_steps_and_compile_nothing(
+    opened: rekindle.Session, alone: list[tuple[int, ...]]
+) -> None:
+    tokens(opened)
+    before = opened.stats()
+    assert tokens(opened) == alone
+    after = opened.stats()
+    assert (after.traces, after.compilations) == (before.traces, before.compilations)
+    changed = [PROMPTS[0], {"samplers": ["xtc", "temperature", "min_p"], "min_p": 0.3, "xtc_probability": 0.9}]
+    opened.generate_sync(changed[0], temperature=0.7, max_tokens=4, **changed[1])
+    opened.generate_sync(PROMPTS[0], dry_multiplier=1.0, dry_sequence_breakers=["fire"], max_tokens=4)
+    latest = opened.stats()
+    assert (latest.traces, latest.compilations) == (after.traces, after.compilations)
+
+
+def test_plain_rows_are_those_of_a_session_without_samplers(alone: list[tuple[int, ...]]) -> None:
+    with rekindle.open_sync("tiny", **TINY, drafts="none") as session:
+        greedy, drawn = (session.generate_sync(PROMPTS[(10 + n) % 3], **PLAIN[n]) for n in range(2))
+        assert [greedy.token_ids, drawn.token_ids] == alone[-2:]
+        assert not any("samplers" in name for name in session.stats().programs)
+
+
+def test_samplers_change_the_text(opened: rekindle.Session, alone: list[tuple[int, ...]]) -> None:
+    greedy = opened.generate_sync(PROMPTS[0], max_tokens=24).token_ids
+    assert alone[0] != greedy
+    drawn = opened.generate_sync(PROMPTS[2], temperature=1.1, seed=2, max_tokens=24).token_ids
+    assert alone[2] != drawn
+
+
+@pytest.mark.anyio
+async def test_the_same_seed_gives_the_same_tokens_on_both_event_loops(alone: list[tuple[int, ...]]) -> None:
+    async with rekindle.open("tiny", **TINY, drafts="none") as session:
+        for number in (1, 6):
+            done = await session.generate(PROMPTS[number % 3], **ALL[number])
+            assert done.token_ids == alone[number]
+
+
+def test_drafts_change_no_token(alone: list[tuple[int, ...]]) -> None:
+    with rekindle.open_sync("tiny", **TINY, drafts="suffix") as session:
+        assert tokens(session) == alone
+        assert tokens(session, together=False) == alone
+        assert session.stats().accepted_tokens > 0
+
+
+def test_a_preempted_request_goes_on_where_it_was(alone: list[tuple[int, ...]]) -> None:
+    few: dict[str, Any] = {**TINY, "max_model_len": 64, "page_size": 8, "device_pages": 15, "prefix_cache": False}
+    with rekindle.open_sync("tiny", **few, drafts="none") as session:
+        for _ in range(2):
+            assert tokens(session) == alone
+        assert session.stats().preemptions > 0
+
+
+@pytest.mark.anyio
+async def test_numbers_that_are_carried_survive_sleep(alone: list[tuple[int, ...]]) -> None:
+    """The state on the device is gone, and each request enters a slot again."""
+    async with rekindle.open("tiny", **TINY, drafts="none") as session:
+        handle = session.submit(PROMPTS[6 % 3], **ALL[6])
+        async for _ in handle:
+            break
+        await session.sleep()
+        await session.wake()
+        assert (await handle).token_ids == alone[6]
+
+
+def test_a_restarted_session_finds_the_programs_and_draws_the_same(tmp_path: Path) -> None:
+    options: dict[str, Any] = {**TINY, "max_requests": 2, "drafts": "none", "cache_dir": tmp_path}
+
+    def run() -> tuple[list[tuple[int, ...]], int]:
+        with rekindle.open_sync("tiny", **options) as session:
+            texts = [session.generate_sync(PROMPTS[0], **ALL[number]).token_ids for number in (1, 4, 6)]
+            return texts, session.stats().traces
+
+    first, traced = run()
+    again, traced_again = run()
+    assert first == again
+    assert traced > 0 == traced_again
+
+
+def test_a_grammar_masks_before_samplers(opened: rekindle.Session) -> None:
+    for number, options in enumerate(ALL):
+        done = opened.generate_sync(PROMPTS[number % 3], **options | {"max_tokens": 40}, regex="(red|green|blue){3}")
+        assert done.text.replace("red", "").replace("green", "").replace("blue", "") == "", options
+
+
+def test_a_grammar_with_drafts_draws_the_same(opened: rekindle.Session) -> None:
+    asked: dict[str, Any] = {"choice": ["once upon a time", "once upon a fire", "twice"]}
+    expected = [opened.generate_sync(PROMPTS[0], **ALL[number] | asked).token_ids for number in (2, 4, 6)]
+    with rekindle.open_sync("tiny", **TINY, drafts="suffix") as session:
+        assert [session.generate_sync(PROMPTS[0], **ALL[number] | asked).token_ids for number in (2, 4, 6)] == expected
+
+
+def test_sampled_logprobs_are_of_the_tokens_that_are_left(opened: rekindle.Session) -> None:
+    done = opened.generate_sync(
+        PROMPTS[0],
+        temperature=1.0,
+        seed=1,
+        max_tokens=6,
+        samplers=["top_k"],
+        top_k=3,
+        logprobs=8,
+        logprobs_of="sampled",
+    )
+    assert done.logprobs is not None
+    for token in done.logprobs:
+        finite = [value for value in token.top_logprobs if value > -1e30]
+        assert len(finite) == 3
+        assert token.logprob in finite
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"mirostat": 1}, "mirostat"), ({"samplers": ["top_q"]}, "samplers"), ({"typical_p": 0.0}, "typical_p"),
+        ({"samplers": ["top_k", "top_k"]}, "samplers"), ({"samplers": ["adaptive_p", "xtc"]}, "samplers"),
+        ({"samplers": 3}, "samplers"), ({"dry_base": 0.5}, "dry_base"),
+        ({"dry_penalty_last_n": 5000}, "dry_penalty_last_n"),
+        ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"), ({"xtc_probability": 1.5}, "xtc_probability"),
+        ({"dry_multiplier": 1, "dry_sequence_breakers": ["abcdefghij" * 4] * 9}, "dry_sequence_breakers"),
+    ],
+)  # fmt: skip
+def test_a_wrong_option_is_refused_by_name(opened: rekindle.Session, options: dict[str, Any], field: str) -> None:
+    with pytest.raises(rekindle.errors.InvalidRequest) as caught:
+        opened.generate_sync("a", **options)
+    assert caught.value.field == field

@@ -1,0 +1,133 @@
+"""The breakers of DRY in a vocabulary: the tokens that begin one, in classes with the same rests.
+
+As in llama.cpp, a breaker is spelled by a token whose text contains it, or by a token that ends with its beginning,
+followed by the tokens of its rest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, REST, SEQUENCES
+from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.core.records import IntArray
+from rekindle.errors import InvalidRequest
+
+Rests = frozenset[tuple[int, ...]]  # the tokens after a token that begins a breaker; () where it is a whole one
+_KEPT = 8  # sets of breakers that are remembered
+_MARK = "\x00"  # between the texts of tokens
+
+
+class BreakerTable(NamedTuple):
+    """One set of breakers, as `repetition.Breakers` has them for a row."""
+
+    classes: IntArray  # [ceil(V / PER_WORD)]
+    rests: IntArray  # [CLASSES, SEQUENCES, 1 + REST]
+
+
+def no_breakers(vocab_size: int) -> BreakerTable:
+    """Return the table without any."""
+    return BreakerTable(
+        np.zeros(-(-vocab_size // PER_WORD), np.int32), np.full((CLASSES, SEQUENCES, 1 + REST), -1, np.int32)
+    )
+
+
+class BreakerTables:
+    """The tables of a session's vocabulary; the latest are remembered. Its methods may be called in any thread."""
+
+    def __init__(self, tokenizer: TokenizerLike, vocab_size: int) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = threading.Lock()
+        self._texts: _Texts | None = None
+        self._tables: OrderedDict[tuple[str, ...], BreakerTable] = OrderedDict()
+
+    def find(self, breakers: tuple[str, ...]) -> BreakerTable | None:
+        """Return the table of these breakers, if it is known."""
+        with self._lock:
+            table = self._tables.get(breakers)
+            if table is not None:
+                self._tables.move_to_end(breakers)
+            return table
+
+    def table(self, breakers: tuple[str, ...]) -> BreakerTable:
+        """Return the table of these breakers. Raise InvalidRequest for too many ways to spell them."""
+        known = self.find(breakers)
+        if known is not None:
+            return known
+        if self._texts is None:
+            self._texts = _Texts(self._tokenizer, self._vocab_size)
+        table = make_table(self._texts, breakers, self._vocab_size, self._tokenizer)
+        with self._lock:
+            self._tables[breakers] = table
+            while len(self._tables) > _KEPT:
+                self._tables.popitem(last=False)
+        return table
+
+
+class _Texts:
+    """The texts of all tokens in one long text, for a quick search."""
+
+    def __init__(self, tokenizer: TokenizerLike, vocab_size: int) -> None:
+        from rekindle._src.text.detokenizer import token_bytes  # few requests need it
+
+        texts = [token_bytes(tokenizer, token).decode("latin-1") for token in range(vocab_size)]
+        self.joined = _MARK + _MARK.join(text.replace(_MARK, " ") for text in texts) + _MARK
+        self.starts = np.cumsum([0, *(len(text) + 1 for text in texts)]) + 1
+
+    def containing(self, text: str) -> NDArray[np.int64]:
+        """Return the tokens whose texts contain this one."""
+        places, at = [], self.joined.find(text)
+        while at >= 0:
+            places.append(at)
+            at = self.joined.find(text, at + 1)
+        tokens: NDArray[np.int64] = np.unique(np.searchsorted(self.starts, places, side="right") - 1)
+        return tokens
+
+
+def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenizer: TokenizerLike) -> BreakerTable:
+    """Return the table of breakers. Raise InvalidRequest for too many ways to spell them."""
+    rests: dict[int, set[tuple[int, ...]]] = {}
+    if sum(len(breaker.encode()) - 1 for breaker in breakers) > CLASSES * SEQUENCES:
+        problem = f"has more than {CLASSES * SEQUENCES} bytes after the first ones"
+        raise InvalidRequest("dry_sequence_breakers", tuple(breakers), problem, "Use fewer or shorter ones")
+    for breaker in breakers:
+        spelled = breaker.encode().decode("latin-1")  # texts of tokens are bytes, which may be parts of characters
+        whole = texts.containing(spelled)
+        for token in whole:
+            rests.setdefault(int(token), set()).add(())
+        for size in range(1, len(spelled)):
+            try:
+                rest = spelled[size:].encode("latin-1").decode()
+            except UnicodeDecodeError:  # it begins inside a character, and no tokens spell that alone
+                continue
+            ends = np.setdiff1d(texts.containing(spelled[:size] + _MARK), whole)
+            if not len(ends):
+                continue
+            tokens = tuple(tokenizer.encode(rest, add_special_tokens=False))
+            if len(tokens) > REST:
+                problem = f"has an end of {len(tokens)} tokens, {rest!r}, and {REST} are possible"
+                raise InvalidRequest("dry_sequence_breakers", breaker, problem, "Use a shorter one")
+            for token in ends:
+                rests.setdefault(int(token), set()).add(tokens)
+    numbers: dict[Rests, int] = {}
+    classes = np.zeros(vocab_size, np.int32)
+    for token, ways in rests.items():
+        classes[token] = numbers.setdefault(frozenset(ways), len(numbers) + 1)
+    if len(numbers) > CLASSES or any(len(ways) > SEQUENCES for ways in numbers):
+        problem = f"can be spelled in {len(numbers)} ways, and {CLASSES} are possible"
+        raise InvalidRequest("dry_sequence_breakers", tuple(breakers), problem, "Use fewer or shorter ones")
+    table = no_breakers(vocab_size)
+    for ways, number in numbers.items():
+        for place, tokens in enumerate(sorted(ways)):
+            table.rests[number - 1, place, : 1 + len(tokens)] = len(tokens), *tokens
+    padded = np.zeros(len(table.classes) * PER_WORD, np.uint32)
+    padded[:vocab_size] = classes
+    shifts = np.arange(0, 4 * PER_WORD, 4, dtype=np.uint32)
+    words = np.bitwise_or.reduce(padded.reshape(-1, PER_WORD) << shifts, axis=1)
+    return table._replace(classes=words.view(np.int32))
