@@ -52,12 +52,20 @@ async def test_neutral_values_of_other_servers_are_accepted(session: Any) -> Non
     assert same.json()["choices"] == plain.json()["choices"]
 
 
+async def test_a_text_that_repeats_itself_ends(session: Any) -> None:
+    body = {"prompt": "a", "temperature": 0, "max_tokens": 200, "stop_repeats": 3, "ignore_eos": True}
+    token = session.tokenizer.encode("fire", add_special_tokens=False)[0]
+    answer = await post(app(session), "/v1/completions", body | {"logit_bias": {str(token): 100}})
+    choice = answer.json()["choices"][0]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "repeats")
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("mirostat", 1), ("mirostat", 3), ("samplers", ["top_q"]), ("samplers", "top_k"), ("typical_p", 2),
         ("dry_base", 0.5), ("dry_penalty_last_n", 10_000), ("dry_sequence_breakers", [""]),
-        ("dry_sequence_breakers", ["x"] * 17), ("xtc_threshold", -1),
+        ("dry_sequence_breakers", ["x"] * 17), ("xtc_threshold", -1), ("stop_repeats", 1), ("until", "x"),
     ],
 )  # fmt: skip
 async def test_a_wrong_value_is_refused_with_its_field(session: Any, field: str, value: Any) -> None:

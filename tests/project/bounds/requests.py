@@ -135,7 +135,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     },
     "core/sampling.py": {
         "MAX_LOGPROBS": Other("every step gives as many"), "MAX_VOCABULARY": Other("compared with the weights"),
-        "MAX_LOGPROB_IDS": SMALL, "MAX_STOP_TOKEN_IDS": SMALL, "MAX_LOGIT_BIAS": SMALL,
+        "MAX_LOGPROB_IDS": SMALL, "MAX_REPEATS": SMALL, "MAX_STOP_TOKEN_IDS": SMALL, "MAX_LOGIT_BIAS": SMALL,
         "MAX_CHOICES": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
         "MAX_ALLOWED_TOKENS": SMALL, "MAX_ADAPTERS": SMALL, "MAX_STEERS": SMALL, "MAX_PROCESSORS": SMALL,
         "MAX_STRUCTURE": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
@@ -148,6 +148,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "capabilities/samplers/chain.py": {"LONGEST": SMALL},
     "capabilities/samplers/repetition.py": {"LARGEST_LOG": OURS},
     "capabilities/samplers/step.py": {"_LARGEST": OURS},
+    "text/text_ends.py": {"LONGEST_BLOCK": SMALL},
     "capabilities/captures/tapped.py": {"MAX_RUNS": OURS, "MAX_VECTORS": OURS, "MAX_PATCHES": OURS},
     "capabilities/captures/writer.py": {"MOST_UNATTENDED": Other("threads, of which each waits for a disk")},
     "programs/row_option.py": {"MAX_PROCESSORS": OURS},

@@ -54,6 +54,7 @@ ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the conte
 MAX_LOGPROBS = 20  # that every step program gives
 MAX_VOCABULARY = 1 << 24
 MAX_LOGPROB_IDS = 4096
+MAX_REPEATS = 1_000
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
 MAX_CHOICES = 65_536
@@ -115,6 +116,8 @@ class SamplingOptions(TypedDict, total=False):
     seed: int | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
+    until: Callable[[str, Sequence[int]], bool] | None
+    stop_repeats: int | None
     include_stop: bool | None
     ignore_eos: bool | None
     logprobs: int | None
@@ -179,6 +182,20 @@ def _stop(name: str, value: Any, error: Refusal) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise error(name, texts, "holds something other than non-empty strings", "Remove it")
     return texts
+
+
+def _until(name: str, value: Any, error: Refusal) -> Callable[[str, Sequence[int]], bool]:
+    if not callable(value):
+        raise error(name, value, "is not a function", "Pass a function of the text and the token ids so far")
+    check: Callable[[str, Sequence[int]], bool] = value
+    return check
+
+
+def _repeats(name: str, value: Any, error: Refusal) -> int:
+    times = Whole(0, MAX_REPEATS, "Use a number such as 4; 0 is off")(name, value, error)
+    if times == 1:
+        raise error(name, value, "would end every text", "Use a number such as 4; 0 is off")
+    return times
 
 
 def _words(name: str, words: tuple[Any, ...]) -> None:
@@ -376,6 +393,9 @@ class Sampling(Record):
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
         stop_token_ids (()): token ids that end it; at most 16.
+        until (None): a function of the text and the token ids so far; once it returns True, the text ends there. It is
+            called after each token, and other requests wait meanwhile.
+        stop_repeats (0): end the text once a block of at most 64 tokens has come this many times in a row; 0 is off.
         include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
         ignore_eos (False): go on after the model's own end of sequence was chosen, up to max_tokens; what follows is
             often no text any more. With `min_tokens` no end is chosen before that, and the text goes on.
@@ -455,6 +475,8 @@ class Sampling(Record):
     n: int = option(1, _count, also=("http",))
     stop: tuple[str, ...] = option((), _stop, also=("command", "http"))
     stop_token_ids: tuple[int, ...] = option((), Several("token ids", MAX_STOP_TOKEN_IDS, _tokens), also=("http",))
+    until: Callable[[str, Sequence[int]], bool] | None = option(None, _until)
+    stop_repeats: int = option(0, _repeats, also=("http",))
     include_stop: bool = option(False, Flag(), also=("http",))
     ignore_eos: bool = option(False, Flag(), also=("http",))
     logprobs: int | None = option(None, _alternatives(MAX_VOCABULARY))

@@ -8,7 +8,7 @@ from typing import Any
 from rekindle._src.core import options
 from rekindle._src.core.options import MAX_BAD_WORDS, MAX_WORD
 from rekindle._src.core.samplers import KNOWN, MAX_BREAKER, MAX_BREAKERS
-from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS, Sampling
+from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS, MAX_REPEATS, Sampling
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.fields import (
     INT64,
@@ -107,6 +107,7 @@ _OTHERWISE = {
             Items(String(MAX_BREAKER), maximum=len(KNOWN)),
             "The samplers to apply, in this order; those left out are off.",
         ),
+        Field("stop_repeats", whole(0, MAX_REPEATS), "End a text that repeats itself this many times; 0 is off."),
         Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
         Field("n", whole(1, MOST_N), "Choices for each prompt."),
         Field("stop", STOP, "Strings that end the text."),
@@ -169,6 +170,7 @@ NOT_SERVED = (
     refused("logits_processors", "processors are given to open()", []),
     refused("capture", "arrays are for callers in the server's own process", {}),
     refused("taps", "taps are given to open()", []),
+    refused("until", "functions are for callers in the server's own process"),
     refused("patch", "arrays are for callers in the server's own process", {}),
     refused("truncate_prompt_tokens", "shorten the prompt before sending it"),
     refused("skip_special_tokens", "special tokens have no text here; ask for return_token_ids", True),

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.text.tokenizer_limits import byte_of_character
@@ -224,17 +225,23 @@ class _WindowStream:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def real_detokenizer(tokenizer: Tokenizer) -> Callable[..., Detokenizer]:
+def real_detokenizer(tokenizer: Tokenizer) -> Callable[..., DetokenizerLike]:
     """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
 
-    def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
-        return Detokenizer(
+    def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> DetokenizerLike:
+        detokenizer = Detokenizer(
             tokenizer,
             sampling.stop,
             visible=visible,
             include_stop=sampling.include_stop,
             min_tokens=sampling.min_tokens,
         )
+        if sampling.until is None and not sampling.stop_repeats:
+            return detokenizer
+        from rekindle._src.text.text_ends import WatchedText  # few requests need it
+
+        least = sampling.min_tokens
+        return WatchedText(detokenizer, until=sampling.until, repeats=sampling.stop_repeats, min_tokens=least)
 
     return new
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 class OptionsEntry(CapabilityEntry):
     """Token ids, and names of logits processors."""
 
+    own_options = frozenset(("until", "stop_repeats"))  # texts end where they are decoded
+
     def intake(self) -> Sequence[Capability]:
         from rekindle._src.capabilities.options.request import ProcessorIntake, TokenIdIntake
 
