@@ -24,6 +24,7 @@ from rekindle._src.cli import serve
 from rekindle._src.cli.commands import serve as options
 from rekindle._src.cli.main import main, parser
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.shelf import checkpoint_model
 from rekindle.errors import CheckpointError, ConfigError
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
@@ -295,3 +296,53 @@ def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monke
 def test_the_dashboard_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--grafana"]) == 0
     assert json.loads(capsys.readouterr().out)["title"] == "rekindle"
+
+
+def test_models_are_loaded_at_their_first_request_and_closed_at_the_end(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    opened: list[Any] = []
+    given: list[dict[str, Any]] = []
+
+    async def open_fake(model: str, **options: Any) -> Any:
+        given.append(options)
+        opened.append(fake_session())
+        return opened[-1]
+
+    monkeypatch.setattr(checkpoint_model, "open", open_fake)
+    monkeypatch.setattr(checkpoint_model.CheckpointModel, "plan", lambda self, memory: 1 << 20)
+
+    def act(client: Client) -> None:
+        def states() -> list[str]:
+            return [entry["status"]["value"] for entry in json.loads(client.ask("GET", "/models")[1])["data"]]
+
+        assert states() == ["unloaded"] * 3 and not opened
+        assert client.ask("GET", "/health")[0] == 200
+        for name in ("first", "second"):
+            body = {"model": name, "prompt": "Hello", "max_tokens": 4}
+            assert client.ask("POST", "/v1/completions", body)[0] == 200
+        assert states() == ["unloaded", "loaded", "unloaded"], "these fakes can't sleep, so the first was closed"
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    client = Client(act, capsys)
+    client.start()
+    command = ["serve", "tiny", "tiny", "tiny", "--name", "first", "--name", "second", "--name", "third", "--port", "0"]
+    loading = ["--max-loaded", "1", "--models-memory", "64", "--idle-unload", "600"]
+    assert main([*command, *loading, "--max-requests", "3"]) == 0
+    client.join()
+    if client.error is not None:
+        raise client.error
+    assert len(opened) == 2 and all(session.closed for session in opened)
+    assert given[1]["max_requests"] == 3 and given[1]["host_memory"] == (1 << 30) // 3
+    assert "'first' can't sleep, so it is unloaded" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--max-loaded", "0"), ("--models-memory", "0"), ("--idle-unload", "0"), ("--idle-unload", "nan"),
+     ("--max-loaded", "1 --replicas 2"), ("--idle-unload", "60 --prefill 1 --decode 1")],
+)  # fmt: skip
+def test_options_of_loading_are_checked(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["serve", "tiny", option, *value.split()])
+    assert ended.value.code == 2 and f"{option} {value.split()[0]}" in capsys.readouterr().err

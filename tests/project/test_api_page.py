@@ -40,6 +40,8 @@ KINDS = (
     rekindle.RowAnswers,
     rekindle.Server,
     rekindle.Fleet,
+    rekindle.Shelf,
+    rekindle.ShelfModel,
     rekindle.SharedPages,
     Views,
 )
@@ -53,6 +55,9 @@ NO_EXAMPLE = {
     "load": "needs capture_to",
     "start": "serve has called it",
     "stop_at_exit": "for the interpreter's end",
+    "lease_now": "for servers",
+    "wait": "for servers",
+    "unload_in_turn": "for servers",
     "answer": "the embedded model calls no functions",
 }
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.core import words
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.drawable import Record
+from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.core.options import Size, takes_options
 from rekindle._src.dispatch.threads import run_sync
@@ -90,7 +90,7 @@ class ShelfStats(Record):
         return str(html.block(head, html.table(names, rows), title="rekindle shelf"))
 
 
-class Use:
+class Use(Drawable):
     """`async with shelf["name"].use() as session`, or `with`: the model is loaded, and does not sleep in the block."""
 
     def __init__(self, keeper: Keeper, name: str) -> None:
