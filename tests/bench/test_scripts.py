@@ -14,6 +14,7 @@ import pytest
 from rekindle_kernels.native import cpu
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "toolkit/workshop/bench"))
+import first_contact_report
 import older_processor
 import predicted_steps as steps
 
@@ -52,6 +53,32 @@ def test_a_wait_of_the_host_costs() -> None:
     graph, waits = (steps.predicted("135m", 1, steps.Counted(15, 25, syncs)) for syncs in (0, 2))
     assert waits.least - graph.least == pytest.approx(2 * steps.SYNC_SECONDS)
     assert graph.byte_seconds < graph.least <= graph.most == graph.byte_seconds + graph.kernel_seconds
+
+
+def test_a_first_contact_says_what_is_below_prediction(tmp_path: Path) -> None:
+    """One stream of 0.6B, once at the rate of a step of 2.2 ms and once at one of 0.8 ms, on a GPU of a known speed."""
+    parts = {
+        "device": (0, json.dumps({"device_kind": "NVIDIA H100 80GB HBM3"})),
+        "first_text": (
+            0,
+            "fresh machine         median 5.10 (5.10 to 5.10) s\nsecond process        median 1.20 (1.2) s",
+        ),
+        "slow": (0, "limits\n" + json.dumps({"model": "0.6b", "W1": {"decode_tok_s": 1 / 2.2e-3}})),
+        "fast": (0, json.dumps({"model": "0.6b", "W1": {"decode_tok_s": 1 / 0.8e-3}})),
+        "kernels": (1, "1 failed"),
+    }
+    for number, (name, (status, log)) in enumerate(parts.items()):
+        (tmp_path / f"{number:02}.part").write_text(f"{name} {status} 3")
+        (tmp_path / f"{name}.log").write_text(log)
+    report = first_contact_report.read(tmp_path)
+    found = {(part, figure): (measured, said) for part, figure, measured, said in first_contact_report.lines(report)}
+    assert (
+        found["first_text", "fresh machine_s"] == ("5.10", "") and found["first_text", "second process_s"][0] == "1.20"
+    )
+    assert found["kernels", "exit status"][0] == "1"
+    assert found["slow", "W1 decode_tok_s"][1].endswith("below prediction")
+    assert "to" in found["fast", "W1 decode_tok_s"][1] and "below" not in found["fast", "W1 decode_tok_s"][1]
+    assert first_contact_report.predicted_rates("Some GPU", "0.6b", None) is None
 
 
 def test_the_table_has_every_shape_and_batch(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:

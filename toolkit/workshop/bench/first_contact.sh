@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The first minutes on a GPU: `toolkit/workshop/bench/first_contact.sh [OUT]`, thirteen of them if each part needs all its time.
+# The first minutes on a GPU: `toolkit/workshop/bench/first_contact.sh [OUT]`, fifteen of them if each part needs all its time.
 # Correctness comes before figures.
 #
 # Each part has a time limit and runs whatever became of those before, except that nothing is measured where the kernels
 # are wrong. On a T4, where Triton can't run and 8B fits in four bits alone, it measures what serves there. OUT (default:
-# first_contact) gets a log of each part and first_contact.json with what it printed last.
+# first_contact) gets a log of each part and first_contact.json with what it printed last; a table is printed at the end.
 # PLATFORM=cpu tries the script itself where there is no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/../../.."
@@ -45,33 +45,17 @@ part predicted 30 python toolkit/workshop/bench/predicted_steps.py
 part kernels 170 python -m pytest -q -x -p no:benchmark -m gpu tests/kernels --ignore=tests/kernels/test_mosaic_on_gpu.py
 right=$?
 part sessions 90 python -m pytest -q -m gpu tests/session/test_on_gpu.py
-part story 40 python -m rekindle generate "Once upon a time" --max-tokens 32
+# A first text on a fresh machine, and of a second process that loads what the first one compiled.
+part first_text 80 python toolkit/workshop/bench/first_text.py --rounds 1
 if [ $right = 0 ]; then
   part attention 70 python -m kernel_workshop.gpu
-  part engine_06b 150 python -m rekindle bench --model 0.6b --dtype "$dtype" --workloads W1,W2,W3 --repeat 1 --json
+  part first_06b 80 python -m rekindle bench --model 0.6b --dtype "$dtype" --workloads W5 --repeat 1 --json
+  part engine_06b 140 python -m rekindle bench --model 0.6b --dtype "$dtype" --workloads W1,W2,W3 --repeat 1 --json
   part engine_8b 150 python -m rekindle bench "${large[@]}" --workloads W1,W3 --repeat 1 --json
 fi
 # The prefill that is chosen by its name alone comes last, so that nothing else waits for it.
 part mosaic 60 python -m pytest -q -x -m gpu tests/kernels/test_mosaic_on_gpu.py \
   && part mosaic_speed 40 python -m kernel_workshop.gpu --mosaic
 
-python - "$out" <<'PYTHON'
-import json
-import sys
-from pathlib import Path
-
-out = Path(sys.argv[1])
-report = {}
-for part in sorted(out.glob("*.part")):
-    name, rc, seconds = part.read_text().split()
-    text = (out / f"{name}.log").read_text(errors="replace")
-    entry = {"exit": int(rc), "seconds": int(seconds), "tail": text.splitlines()[-25:]}
-    try:
-        entry["figures"] = json.loads(text[text.index("{") :])
-    except ValueError:
-        pass
-    report[name] = entry
-(out / "first_contact.json").write_text(json.dumps(report, indent=1))
-print(out / "first_contact.json")
-PYTHON
+JAX_PLATFORMS=cpu python toolkit/workshop/bench/first_contact_report.py "$out"
 exit $right
