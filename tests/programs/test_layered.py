@@ -604,6 +604,34 @@ def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch)
     assert not isinstance(programs.get(DECODE), LayeredStep)
 
 
+def test_two_threads_that_replace_a_program_compile_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each looks at its form, and then takes the lock to make it."""
+    programs, made = programs_of(), []
+    programs.get(DECODE)
+    entry, compile_one = programs.ledger.entries[DECODE], ProgramCompiler.compile
+
+    def compiled(self: ProgramCompiler, key: Any, traced: Any) -> Any:
+        made.append(key)
+        return compile_one(self, key, traced)
+
+    class Handed:
+        """A lock that another thread gets, and has the program replaced, as soon as the first look is over."""
+
+        looks = 0
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *error: object) -> None:
+            self.looks += 1
+            if self.looks == 1:
+                programs.replace_parts()
+
+    monkeypatch.setattr(ProgramCompiler, "compile", compiled)
+    entry.lock = Handed()  # type: ignore[assignment]
+    programs.replace_parts()
+    assert made.count(DECODE) == 1 and not isinstance(programs.get(DECODE), LayeredStep)
+
+
 @pytest.mark.thorough
 def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_second(
     monkeypatch: pytest.MonkeyPatch,

@@ -193,7 +193,8 @@ class Programs:
                     self.get(gated(key, self.lattice.ahead))  # steps with guided rows run it in place of both halves
                 elif in_parts:
                     with entry.lock:
-                        if not self._load(entry):
+                        # Another thread may have replaced it meanwhile, and a GPU's whole program takes many seconds.
+                        if entry.form is Form.PARTS and not self._load(entry):
                             decodes = isinstance(key, Bucket) and not key.tokens
                             traced = self.compiler.trace(key, stopped) if stopped is not None and decodes else None
                             self._make(entry, traced)[1]()
