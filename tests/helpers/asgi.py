@@ -39,18 +39,20 @@ async def send(
     app: Any, method: str, path: str, body: Any = None, *, raw: bytes | None = None,
     headers: Mapping[str, str] | None = None, leave: Callable[[Answer], bool] | None = None,
     leave_after: float | None = None,
+    gone: anyio.Event | None = None,
+    address: str = "127.0.0.1",
 ) -> Answer:  # fmt: skip
-    """One request; the client goes away once `leave(answer)` is true, or after some seconds."""
+    """One request; the client goes away once `leave(answer)` is true, after some seconds, or when `gone` is set."""
     data = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     given = {"content-type": "application/json", **(headers or {})}
-    answer, gone = Answer(), anyio.Event()
+    answer, gone = Answer(), gone or anyio.Event()
     sent = False
     query = path.partition("?")
     scope = {
         "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
         "path": query[0], "raw_path": query[0].encode(), "query_string": query[2].encode(), "root_path": "",
         "headers": [(name.lower().encode(), value.encode()) for name, value in given.items()],
-        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
+        "client": (address, 1), "server": ("127.0.0.1", 80),
     }  # fmt: skip
 
     async def receive() -> dict[str, Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import pytest
 
 import rekindle
-from helpers.asgi import post
+from helpers.asgi import post, until
+from helpers.sessions import wait_until_idle
 from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
@@ -123,7 +126,26 @@ async def test_documents_are_ranked(served: Any, tiny: Session) -> None:
         assert refused.status == 400 and refused.error["param"] == param
 
 
-async def test_a_client_that_leaves_aborts_its_requests(served: Any, tiny: Session) -> None:
+async def test_a_client_that_leaves_aborts_its_requests(
+    served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves while a step is under way that goes on only then, so none of its requests can be over before."""
+    runner, began, left = tiny._engine.runner, threading.Event(), threading.Event()
+    dispatch = runner.dispatch
+
+    def held(plan: Any) -> Any:
+        began.set()
+        assert left.wait(60), "the client did not leave"
+        return dispatch(plan)
+
+    monkeypatch.setattr(runner, "dispatch", held)
+    before, gone = tiny.stats().scheduler.aborted, anyio.Event()
     body = {"query": "Who?", "documents": ["a long text " * 12] * 200}
-    await post(served, "/v1/rerank", body, leave_after=0.1)
-    assert not served.state.rekindle.life.active
+    async with anyio.create_task_group() as group:
+        group.start_soon(lambda: post(served, "/v1/rerank", body, gone=gone))
+        await until(began.is_set)
+        gone.set()
+        await until(lambda: not served.state.rekindle.life.active)
+        left.set()
+    wait_until_idle(tiny)
+    assert tiny.stats().scheduler.aborted > before

@@ -10,8 +10,8 @@ import socket
 import ssl
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -393,11 +393,31 @@ async def test_bodies_in_chunks_and_bodies_until_the_end_are_read() -> None:
 
 
 @pytest.mark.parametrize("answer", [drip, slow_head, silence], ids=["body", "head", "silence"])
-async def test_one_deadline_is_for_all_of_it(answer: Answer) -> None:
+async def test_one_deadline_is_for_all_of_it(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is set once for both URLs, and passes here when the second one's server has its request."""
+    scopes, fail_after = list[anyio.CancelScope](), anyio.fail_after
+
+    @contextmanager
+    def recorded(seconds: float) -> Iterator[anyio.CancelScope]:
+        with fail_after(seconds) as scope:
+            if seconds == 600:
+                scopes.append(scope)
+            yield scope
+
+    monkeypatch.setattr(anyio, "fail_after", recorded)
     async with website({"/": answer, "/fast": OK}) as site:
-        fetcher = Fetcher(rules(site, seconds=0.5))
-        with pytest.raises(FetchProblem, match=r"did not come within 0\.5 s") as caught:
-            await fetcher.fetch([fetcher.parse(site.url(path)) for path in ("/fast", "/")], most=1 << 20)
+        fetcher = Fetcher(rules(site, seconds=600))
+
+        async def passes() -> None:
+            while len(site.requests) < 2:  # noqa: ASYNC110
+                await anyio.sleep(0.005)
+            (scope,) = scopes
+            scope.deadline = anyio.current_time()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(passes)
+            with pytest.raises(FetchProblem, match="did not come within 600 s") as caught:
+                await fetcher.fetch([fetcher.parse(site.url(path)) for path in ("/fast", "/")], most=1 << 20)
         assert caught.value.index == 1
 
 
