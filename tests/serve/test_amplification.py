@@ -28,7 +28,7 @@ def kept(app: Any, characters: int) -> dict[str, str]:
     """Keep an answer of so many characters. Return a reference to it."""
     part = {"type": "output_text", "text": "a" * characters}
     item = {"id": "msg_1", "type": "message", "role": "assistant", "content": [part]}
-    app.state.rekindle.item_store.keep(b"", [item])
+    app.state.rekindle.item_store.keep("127.0.0.1", [item])
     return {"type": "item_reference", "id": "msg_1"}
 
 

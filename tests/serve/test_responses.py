@@ -166,32 +166,41 @@ async def test_items_are_kept_for_their_sender_alone_and_not_with_store_false(se
             assert answer.error["param"] == "input[0].id" and "store: false" in answer.error["message"]
 
 
+async def test_without_keys_items_are_kept_by_address(app: Any) -> None:
+    """A stranger can't name another's items, were their ids known, nor push them out with its own."""
+    done = (await post(app, "/v1/responses", body())).json()
+    reference = {"type": "item_reference", "id": done["output"][0]["id"]}
+    for address, status in (("192.0.2.1", 404), ("127.0.0.1", 200)):
+        answer = await post(app, "/v1/responses", body(input=[reference]), address=address)
+        assert answer.status == status
+
+
 def test_kept_items_are_bounded() -> None:
     def item(name: str, text: str) -> dict[str, Any]:
         return {"id": name, "type": "message", "content": [{"type": "output_text", "text": text, "logprobs": [1]}]}
 
     kept = KeptItems(most_items=3, most_characters=100)
     for index in range(5):
-        kept.keep(b"", [item(str(index), "a")])
-    assert kept.get(b"", "4", "input[0].id")["content"] == [{"type": "output_text", "text": "a"}]
+        kept.keep("", [item(str(index), "a")])
+    assert kept.get("", "4", "input[0].id")["content"] == [{"type": "output_text", "text": "a"}]
     with pytest.raises(ApiError, match="'1' is not found"):
-        kept.get(b"", "1", "input[0].id")
-    kept.keep(b"", [item("long", "a" * 98)])
+        kept.get("", "1", "input[0].id")
+    kept.keep("", [item("long", "a" * 98)])
     with pytest.raises(ApiError):
-        kept.get(b"", "4", "input[0].id")
-    kept.keep(b"", [item("longer", "a" * 200)])
+        kept.get("", "4", "input[0].id")
+    kept.keep("", [item("longer", "a" * 200)])
     assert kept.characters == 0
 
     for index in range(3):
-        kept.keep(b"one", [item(f"one {index}", "a")])
+        kept.keep("one", [item(f"one {index}", "a")])
     for index in range(9):
-        kept.keep(b"two", [item(f"two {index}", "a" * 20)])
-    assert kept.get(b"one", "one 2", "input[0].id"), "who sends a lot does not push out what others have"
-    assert kept.get(b"two", "two 8", "input[0].id")
-    kept.keep(b"two", [item("longer", "a" * 200)])
-    assert kept.get(b"one", "one 2", "input[0].id")
+        kept.keep("two", [item(f"two {index}", "a" * 20)])
+    assert kept.get("one", "one 2", "input[0].id"), "who sends a lot does not push out what others have"
+    assert kept.get("two", "two 8", "input[0].id")
+    kept.keep("two", [item("longer", "a" * 200)])
+    assert kept.get("one", "one 2", "input[0].id")
     with pytest.raises(ApiError):
-        kept.get(b"two", "longer", "input[0].id")
+        kept.get("two", "longer", "input[0].id")
 
 
 async def test_allowed_tools_and_parameters_that_are_null(app: Any, monkeypatch: pytest.MonkeyPatch) -> None:

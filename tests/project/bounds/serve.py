@@ -90,7 +90,7 @@ def kept(count: int) -> Callable[[], object]:
         for number in range(count):
             text = "😀" * length
             content = [{"type": "output_text", "text": text, "annotations": []}]
-            store.keep(b"", [{"id": f"m{number}", "type": "message", "role": "assistant", "content": content}])
+            store.keep("", [{"id": f"m{number}", "type": "message", "role": "assistant", "content": content}])
         return store
 
     return work

@@ -92,22 +92,22 @@ class Service:
 
 
 class KeptItems:
-    """The latest items, in memory only. Beyond the bounds, the sender that has the most of them loses its oldest."""
+    """The latest items, in memory only. Beyond the bounds, the caller that has the most of them loses its oldest."""
 
     def __init__(self, most_items: int = MOST_ITEMS, most_characters: int = MOST_CHARACTERS) -> None:
         self._most_items, self._most_characters = most_items, most_characters
-        self._items: dict[bytes, OrderedDict[str, tuple[Mapping[str, Any], int]]] = {}  # by sender
-        self._characters = Counter[bytes]()  # by sender
+        self._items: dict[str, OrderedDict[str, tuple[Mapping[str, Any], int]]] = {}  # by caller
+        self._characters = Counter[str]()  # by caller
 
-    def keep(self, key: bytes, items: Sequence[Mapping[str, Any]]) -> None:
-        """Keep the text of items for the sender with this key."""
-        own = self._items.setdefault(key, OrderedDict())
+    def keep(self, caller: str, items: Sequence[Mapping[str, Any]]) -> None:
+        """Keep the text of items for the caller with this key, or at this address."""
+        own = self._items.setdefault(caller, OrderedDict())
         for item in items:
             content = [{"type": part["type"], "text": part["text"]} for part in item.get("content", ())]
             entry = {**item, "content": content} if "content" in item else dict(item)
             size = characters_of(entry)
             own[item["id"]] = entry, size
-            self._characters[key] += size
+            self._characters[caller] += size
         while sum(map(len, self._items.values())) > self._most_items or self.characters > self._most_characters:
             largest = max(self._items, key=self._share)
             _, (_, size) = self._items[largest].popitem(last=False)
@@ -118,13 +118,13 @@ class KeptItems:
         """The number of characters of all items."""
         return self._characters.total()
 
-    def _share(self, key: bytes) -> float:
-        """Return how much of the room for items and for characters a sender takes, together."""
-        return len(self._items[key]) / self._most_items + self._characters[key] / self._most_characters
+    def _share(self, caller: str) -> float:
+        """Return how much of the room for items and for characters a caller takes, together."""
+        return len(self._items[caller]) / self._most_items + self._characters[caller] / self._most_characters
 
-    def get(self, key: bytes, name: str, path: str) -> Mapping[str, Any]:
-        """Return an item by its id. Raise `ApiError` (404) if it is not kept, or belongs to another sender."""
-        own = self._items.get(key)
+    def get(self, caller: str, name: str, path: str) -> Mapping[str, Any]:
+        """Return an item by its id. Raise `ApiError` (404) if it is not kept, or belongs to another caller."""
+        own = self._items.get(caller)
         entry = None if own is None else own.get(name)
         if entry is None:
             raise ApiError(

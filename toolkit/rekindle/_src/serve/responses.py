@@ -137,7 +137,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
             ((completion,),) = await generation.wait_all(exchange, active, [handle])
             answer.whole(completion)
             if store:
-                item_store.keep(exchange.key, answer.items)
+                item_store.keep(exchange.caller, answer.items)
             await exchange.reply(answer.response(completion))
             return
 
@@ -149,7 +149,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
         ((completion,),) = await generation.follow(exchange, active, [handle], write)
         answer.end(completion)
         if store:
-            item_store.keep(exchange.key, answer.items)
+            item_store.keep(exchange.caller, answer.items)
         await answer.flush()
 
 
@@ -178,7 +178,7 @@ def _with_kept(exchange: Exchange, items: str | Sequence[Mapping[str, Any]]) -> 
     for index, item in enumerate(items):
         if item.get("type") == "item_reference":
             path = f"input[{index}]"
-            item = exchange.service.item_store.get(exchange.key, _text(item, "id", path), f"{path}.id")
+            item = exchange.service.item_store.get(exchange.caller, _text(item, "id", path), f"{path}.id")
             size += characters_of(item)
             if size > limit:
                 raise ApiError(
