@@ -92,7 +92,12 @@ class SamplersIntake(Capability["BreakerTable | None"]):
         self, submission: Submission, token_ids: IntArray, front: Front, resource: BreakerTable | None
     ) -> SamplerChain | None:
         sampling = submission.sampling
-        return SamplerChain(sampling, resource) if sampling.extended else None
+        if not sampling.extended:
+            return None
+        breakers = _breakers(sampling)
+        if resource is None and breakers and front.tokenizer.has_text:  # nothing had to be waited for
+            resource = self._of(front).table(breakers)
+        return SamplerChain(sampling, resource)
 
     def _of(self, front: Front) -> BreakerTables:
         with self._lock:

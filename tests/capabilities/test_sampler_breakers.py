@@ -1,0 +1,54 @@
+"""The breakers of DRY in a vocabulary: which tokens begin one, and what may follow them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rekindle._src.capabilities.samplers.breakers import BreakerTable, BreakerTables
+from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, SEQUENCES
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
+from rekindle.tiny import folder
+
+TOKENIZER = Tokenizer.load(folder())
+VOCAB = TOKENIZER.vocab_size
+
+
+def ways(table: BreakerTable, token: int) -> set[tuple[int, ...]]:
+    """The rests that may follow a token."""
+    number = (int(table.classes[token // PER_WORD]) >> (4 * (token % PER_WORD))) & 15
+    if not number:
+        return set()
+    return {tuple(row[1 : 1 + row[0]].tolist()) for row in table.rests[number - 1] if row[0] >= 0}
+
+
+@pytest.mark.parametrize("breakers", [("\n", ".", '"'), ("fire",), ("re", "once", "e"), ("é",), ()], ids=repr)
+def test_a_breaker_is_in_a_token_or_begins_at_its_end(breakers: tuple[str, ...]) -> None:
+    table = BreakerTables(TOKENIZER, VOCAB).table(breakers)
+    begun = 0
+    for token in range(VOCAB):
+        text = TOKENIZER.decode([token], skip_special_tokens=False)
+        if "\ufffd" in text:
+            continue  # a part of a character
+        expected = set()
+        for breaker in breakers:
+            if breaker in text:
+                expected.add(())
+                continue
+            ends = [size for size in range(1, len(breaker)) if text.endswith(breaker[:size])]
+            expected |= {tuple(TOKENIZER.encode(breaker[size:], add_special_tokens=False)) for size in ends}
+        assert ways(table, token) == expected, text
+        begun += bool(expected)
+    assert begun or breakers in ((), ("é",))
+
+
+def test_tables_are_remembered_and_too_many_ways_are_refused() -> None:
+    tables = BreakerTables(TOKENIZER, VOCAB)
+    assert tables.find(("a",)) is None
+    assert tables.table(("a",)) is tables.table(("a",)) is tables.find(("a",))
+    with pytest.raises(InvalidRequest, match="dry_sequence_breakers"):
+        tables.table(("abcdefghijklmnopqrstuvwxyz", "zyxwvutsrqponmlkjihgfedcba"))
+    with pytest.raises(InvalidRequest, match="bytes"):
+        tables.table(tuple("x" * 40 for _ in range(16)))
+    assert np.asarray(tables.table(())[1]).shape[:2] == (CLASSES, SEQUENCES)
