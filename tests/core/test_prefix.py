@@ -8,8 +8,8 @@ import pytest
 from rekindle import Sampling
 from rekindle._src.capabilities.adapters.request import AdapterUse
 from rekindle._src.core.extension import Extensions
-from rekindle._src.core.pictures import PictureSpan, PictureUse
 from rekindle._src.core.prefix import SHARED, PageNamespace, Prefix, is_namespace, key_of
+from rekindle._src.core.prompt_rows import PromptRows, RowSpan
 from rekindle._src.core.records import Request, ResumeState
 
 TREE = b"r" * 16
@@ -46,7 +46,7 @@ class Weights:
 
 def test_a_prefix_has_all_that_decides_what_pages_hold() -> None:
     tokens = np.arange(100, 112, dtype=np.int32)
-    picture = PictureUse((PictureSpan(4, 7, b"a picture"),), ())
+    picture = PromptRows((RowSpan(4, 7, b"a picture"),), ())
     carried = Extensions(AdapterUse(Weights(), ("d1",)), picture)
     resumed = ResumeState(np.array([5, 6, 7, 8], np.int32))
     request = Request("one", tokens, Sampling(salt="alice"), extensions=carried, resumed=resumed)

@@ -17,7 +17,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import parse_one
-from rekindle._src.core.pictures import UNNAMED, PictureSpan, PictureUse, page_words
+from rekindle._src.core.prompt_rows import UNNAMED, PromptRows, RowSpan, page_words
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import LoadedModel, merge
 from rekindle._src.models.config import PictureSpec
@@ -51,21 +51,21 @@ def picture(seed: int, size: int) -> np.ndarray:
     return rows
 
 
-def using(length: int, *pictures: tuple[int, int, int]) -> PictureUse:
+def using(length: int, *pictures: tuple[int, int, int]) -> PromptRows:
     """Pictures as (start, rows, columns): the seed is the start's. Positions are Qwen's."""
     spans, rows, coordinates, position, place = [], [], np.zeros((length, 3), np.int32), 0, 0
     for seed, start, (height, width) in [(seed, start, divmod(grid, 100)) for seed, start, grid in pictures]:
         size = height * width
         coordinates[place:start] = (np.arange(place, start) - place + position)[:, None]
         position += start - place
-        spans.append(PictureSpan(start, start + size, seed.to_bytes(32, "little")))
+        spans.append(RowSpan(start, start + size, seed.to_bytes(32, "little")))
         rows.append(picture(seed, size))
         grid = np.stack([np.zeros(size, int), np.arange(size) // width, np.arange(size) % width], axis=1)
         coordinates[start : start + size] = position + grid
         position += max(height, width)
         place = start + size
     coordinates[place:] = (np.arange(place, length) - place + position)[:, None]
-    return PictureUse(tuple(spans), tuple(rows), coordinates, int(coordinates[-1, 0]) + 1 - length)
+    return PromptRows(tuple(spans), tuple(rows), coordinates, int(coordinates[-1, 0]) + 1 - length)
 
 
 @functools.cache
@@ -87,7 +87,7 @@ def _forward() -> Any:
     return jax.jit(forward)
 
 
-def plainly(ids: list[int], use: PictureUse, count: int) -> tuple[int, ...]:
+def plainly(ids: list[int], use: PromptRows, count: int) -> tuple[int, ...]:
     """The greedy continuation by whole forward passes."""
     tokens, coordinates = np.zeros(CONTEXT, np.int32), np.zeros((CONTEXT, 3), np.int32)
     rows = np.zeros((1 + LEVELS, CONTEXT, model().config.hidden_size), np.float32)
@@ -104,7 +104,7 @@ def plainly(ids: list[int], use: PictureUse, count: int) -> tuple[int, ...]:
     return tuple(tokens[len(ids) : len(ids) + count].tolist())
 
 
-def asked(session: Session, ids: list[int], use: PictureUse | None, count: int = 8, **options: Any) -> Handle[Any]:
+def asked(session: Session, ids: list[int], use: PromptRows | None, count: int = 8, **options: Any) -> Handle[Any]:
     sampling = Sampling(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
     return Handle(session._host, session, parse_one(ids).plus(use), sampling)
 
@@ -173,6 +173,6 @@ def test_names_of_pages() -> None:
     assert (use.names(tokens[8:], 8, PAGE) == names[8:]).all()
     assert use.names(tokens[:6], 0, PAGE).tolist() == [0, 1, 2, 3, 4, UNNAMED]
     assert (use.names(tokens, 0, PAGE) == names).all()
-    other = dataclasses.replace(use, spans=(PictureSpan(5, 17, (1 << 255).to_bytes(32, "little")),), _words={})
+    other = dataclasses.replace(use, spans=(RowSpan(5, 17, (1 << 255).to_bytes(32, "little")),), _page_names={})
     assert not np.array_equal(other.names(tokens, 0, PAGE)[:8], names[:8])
     assert page_words(names[:8], 0, ()).max() < UNNAMED

@@ -78,6 +78,7 @@ if TYPE_CHECKING:
         ToolCallDropped,
         ToolCallStarted,
     )
+    from rekindle._src.core.soft_prompt import SoftPrompt
     from rekindle._src.core.taps import Capture, Steer
     from rekindle._src.evaluation.attribution import Attribution
     from rekindle._src.evaluation.decisions.calibration import Calibration
@@ -130,6 +131,7 @@ _LAZY = {
             "ToolCallDropped", "ToolCallStarted",
         ),
         "core.captured": ("Captured",),
+        "core.soft_prompt": ("SoftPrompt",),
         "core.taps": ("Capture", "Steer"),
         "evaluation.decisions.calibration": ("Calibration",),
         "evaluation.decisions.deciding": ("Deciding",),
@@ -178,12 +180,12 @@ __all__ = [
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport", "RowAnswer",
     "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score", "ScoreTable", "Scores",
     "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages", "Shelf",
-    "ShelfModel", "ShelfModelStats", "ShelfStats", "SleepReport", "SnapshotInfo", "SnapshotRefused", "Status", "Steer",
-    "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext", "TextDelta", "Timings",
-    "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted", "ToolChoice", "ToolLike",
-    "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage",
-    "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob", "models", "open", "open_sync",
-    "ray", "serve", "shelf", "tiny",
+    "ShelfModel", "ShelfModelStats", "ShelfStats", "SleepReport", "SnapshotInfo", "SnapshotRefused", "SoftPrompt",
+    "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext",
+    "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted",
+    "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn",
+    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob",
+    "models", "open", "open_sync", "ray", "serve", "shelf", "tiny",
 ]  # fmt: skip
 
 

@@ -32,6 +32,8 @@ OTHERS: dict[str, dict[str, Other]] = {
     "core/mesh_shape.py": {"MAX_DEVICES": OURS, "MAX_PROCESSES": OURS},
     "core/names.py": {"MAX_NAME": SHOWN, "MAX_PATH": OURS, "_MAX_PART": OURS},
     "core/records.py": {"MOST_MISSING": SHOWN},
+    "core/rope_scaling.py": {"MOST_FACTOR": OURS, "MOST_POSITIONS": OURS, "_LONGEST": OURS},
+    "core/soft_prompt.py": {"MOST_PARTS": OURS, "MOST_ROWS": OURS, "MOST_TEXT": OURS},
     "core/shared_cache.py": {"MAX_BYTES": OURS, "MAX_AGE": TIME, "_MOST_HEADER": OURS, "_MOST_FILES": OURS},
     "drafts/resting.py": {"_LONGEST": PACE},
     "evaluation/attention.py": {"MOST": OURS},

@@ -15,10 +15,11 @@ from rekindle._src.calls.prompts import Prompt, from_column, is_missing
 from rekindle._src.capabilities.pictures import request as pictures_of_requests
 from rekindle._src.capabilities.pictures.request import PICTURES, PicturesLike, PromptPictures
 from rekindle._src.core import words
-from rekindle._src.core.extension import Extensions
+from rekindle._src.core.extension import Extension, Extensions
 from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.sampling import PageOptions, Sampling, SamplingOptions, WeightOptions
+from rekindle._src.core.soft_prompt import EmbeddedPrompt
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.capability import KeyedPrompt
 from rekindle._src.images.thumbnail import Thumbnail
@@ -101,6 +102,8 @@ def _with_pictures(front: Front, prompt: Prompt, images: Any, field: str = "imag
     """
     if images is None or prompt.error is not None:
         return prompt
+    if EmbeddedPrompt in prompt.extensions:
+        raise InvalidRequest(field, images, "can't be combined with a SoftPrompt", "Pass one of them")
     read = _read_values(front, images, field)
     if prompt.text is None:
         assert prompt.token_ids is not None, "a prompt has text or token ids"
@@ -121,9 +124,9 @@ def content_of(extensions: Extensions) -> Content | None:
     return extensions.get(PromptPictures)
 
 
-def copied(source: ForkSource) -> Content | None:
+def copied(source: ForkSource) -> Extension | None:
     """Return the content of a source for its fork, where the prompt's tokens have it already."""
-    return PromptPictures(source.images) if source.images else None
+    return PromptPictures(source.images) if source.images else source.embedded
 
 
 def encoded(front: Front, text: str, content: Content | None, *, special: bool = True) -> IntArray:
@@ -424,4 +427,9 @@ class ForkSource(Protocol):
     @property
     def images(self) -> tuple[PictureLike, ...]:
         """The pictures of its prompt."""
+        ...
+
+    @property
+    def embedded(self) -> EmbeddedPrompt | None:
+        """The rows of its prompt."""
         ...

@@ -24,6 +24,7 @@ from rekindle._src.core.pictures import PictureLike
 from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.soft_prompt import EmbeddedPrompt
 from rekindle._src.dispatch.backend import Submission
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
@@ -166,6 +167,11 @@ class Handle(RequestOutput, Call[T_co]):
         """The pictures of the prompt, as they were read."""
         given = (self._mailbox.extensions or self._prompt.extensions).get(PromptPictures)
         return () if given is None else given.pictures
+
+    @property
+    def embedded(self) -> EmbeddedPrompt | None:
+        """The soft prompt, with the places of its rows."""
+        return self._prompt.extensions.get(EmbeddedPrompt)
 
     @property
     def left_out(self) -> LeftOut | None:
@@ -363,6 +369,7 @@ class Handle(RequestOutput, Call[T_co]):
             read_by=reading(self._prompt.extensions),
             captured=_captured(deltas),
             left_out=self.left_out,
+            embedded=self.embedded,
         )
 
     def wait_for_more(self, seen: int) -> int:

@@ -12,9 +12,10 @@ from rekindle._src.core import words
 from rekindle._src.core.extension import NONE, Extension, Extensions
 from rekindle._src.core.options import check_batch, check_prompt
 from rekindle._src.core.records import IntArray
+from rekindle._src.core.soft_prompt import EmbeddedPrompt, SoftPrompt
 from rekindle.errors import InvalidRequest
 
-PromptLike = str | Sequence[int] | np.ndarray
+PromptLike = str | Sequence[int] | np.ndarray | SoftPrompt
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,11 +37,14 @@ class Prompt:
         return self if extension is None else dataclasses.replace(self, extensions=self.extensions.plus(extension))
 
 
-def parse(prompt: object, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
+def parse(prompt: object, *, keep_errors: bool = False, soft: bool = False) -> tuple[list[Prompt], bool]:
     """Return the prompts of a request, and True if they came as a list of prompts.
 
-    An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
+    An entry of a list that is no prompt raises, or is in the list with its error if errors are kept. `SoftPrompt`s are
+    prompts if `soft`.
     """
+    if isinstance(prompt, SoftPrompt):
+        return [parse_one(prompt, soft=soft)], False
     prompt = from_column(prompt)
     if is_chat(prompt):
         raise _no_prompt(prompt)
@@ -48,7 +52,7 @@ def parse(prompt: object, *, keep_errors: bool = False) -> tuple[list[Prompt], b
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
-        return [_numbered(entry, index, keep_errors) for index, entry in enumerate(prompt)], True
+        return [_numbered(entry, index, keep_errors, soft) for index, entry in enumerate(prompt)], True
     raise _no_prompt(prompt)
 
 
@@ -67,9 +71,9 @@ def is_missing(value: Any) -> bool:
         return type(value).__name__ == "NAType"
 
 
-def _numbered(prompt: Any, index: int, keep_errors: bool) -> Prompt:
+def _numbered(prompt: Any, index: int, keep_errors: bool, soft: bool) -> Prompt:
     try:
-        return parse_one(prompt)
+        return parse_one(prompt, soft=soft)
     except InvalidRequest as error:
         indexed = at_index(error, index)
     if keep_errors:
@@ -84,8 +88,13 @@ def at_index(error: BaseException, index: int) -> BaseException:
     return type(error)(error.field, error.value, error.problem, error.fix, index)
 
 
-def parse_one(prompt: object) -> Prompt:
-    """Return the prompt of text or token ids. Raise `InvalidRequest` for anything else."""
+def parse_one(prompt: object, *, soft: bool = False) -> Prompt:
+    """Return the prompt of text or token ids, or of a `SoftPrompt`. Raise `InvalidRequest` for anything else."""
+    if isinstance(prompt, SoftPrompt):
+        if not soft:
+            fix = "Pass it to generate, stream, submit or admit"
+            raise InvalidRequest("prompt", prompt, "holds rows of numbers, which this call does not read", fix)
+        return Prompt(None, np.zeros(1, np.int32)).plus(EmbeddedPrompt(prompt))  # intake places its tokens
     if isinstance(prompt, str):
         check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)

@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
-from rekindle._src.calls.content import Content, PromptOptions, RequestOptions, attach, attach_one, copied, split
+from rekindle._src.calls.content import PromptOptions, RequestOptions, attach, attach_one, copied, split
 from rekindle._src.calls.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.calls.prompts import PromptLike, parse, parse_one
 from rekindle._src.capabilities.guides.request import StructuredText
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.extension import Extension
 from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
@@ -117,18 +118,19 @@ class Requests:
     ) -> Any:
         """Await it for the completion of a prompt, or for a list of them if `prompt` is a list of prompts.
 
-        A prompt is a string or a list of token ids. `images` are its pictures, one or a list: each takes the place of
-        one "<image>" in the text, or they come first; token ids have the model's own placeholder for each. With a list
-        of prompts, `images` has an entry for each. With `n` above 1 each completion is a list of n. Waits for a place
-        while the queue is full. Returns a `Handle` (a `Batch` for a list): see there for partial text and `cancel`.
-        A prompt of a list that fails ends the whole list; with errors="return" its error stands in its place instead.
+        A prompt is a string, a list of token ids, or a `SoftPrompt` of these and rows of numbers. `images` are its
+        pictures, one or a list: each takes the place of one "<image>" in the text, or they come first; token ids have
+        the model's own placeholder for each. With a list of prompts, `images` has an entry for each. With `n` above 1
+        each completion is a list of n. Waits for a place while the queue is full. Returns a `Handle` (a `Batch` for a
+        list): see there for partial text and `cancel`. A prompt of a list that fails ends the whole list; with
+        errors="return" its error stands in its place instead.
         """
         if errors not in ("raise", "return"):
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
         content, others = split(options)
         options_ = sampling_of(self._front, sampling, others)
         self._host.check()
-        prompts, many = parse(prompt, keep_errors=errors == "return")
+        prompts, many = parse(prompt, keep_errors=errors == "return", soft=True)
         check_batch(len(prompts), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
@@ -296,7 +298,7 @@ class Requests:
         reply: ChatReply | None = None,
         reasoning: ReasoningBudget | None = None,
         messages: Sequence[Mapping[str, Any]] | None = None,
-        copied: Content | None = None,
+        copied: Extension | None = None,
     ) -> Handle[Any]:
         """Return a handle that is not submitted yet.
 
@@ -308,7 +310,7 @@ class Requests:
         content, others = split(options) if base is None else (PromptOptions(), options)
         merged = sampling_of(self._front, sampling, others)
         self._host.check()
-        parsed, text = parse_one(prompt), structured_text(self._front, merged)
+        parsed, text = parse_one(prompt, soft=True), structured_text(self._front, merged)
         if text is not None and base is not None and same_structure(merged, base):
             text = dataclasses.replace(text, covered=covered)
         parsed = attach_one(self._front, parsed, content)

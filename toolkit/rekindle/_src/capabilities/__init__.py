@@ -19,6 +19,7 @@ from rekindle._src.capabilities.pooling import PoolingEntry
 from rekindle._src.capabilities.replies import RepliesEntry
 from rekindle._src.capabilities.samplers import SamplersEntry
 from rekindle._src.capabilities.scores import ScoresEntry
+from rekindle._src.capabilities.soft_prompts import SoftPromptsEntry
 from rekindle._src.capabilities.tuning import TuningEntry
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ ENTRIES: tuple[CapabilityEntry, ...] = (
     OptionsEntry(),
     AdaptersEntry(),
     PicturesEntry(),
+    SoftPromptsEntry(),
     CapturesEntry(),
     PriorityEntry(),
     SamplersEntry(),

@@ -39,6 +39,7 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.core.report import NO_REPORTS, Report, Reports, joined
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.soft_prompt import EmbeddedPrompt
 from rekindle.errors import NotParsed
 
 T = TypeVar("T")
@@ -543,6 +544,7 @@ class Completion(Drawable, ForeignNames):
         default=(), repr=False, compare=False
     )  # their positions in the prompt, tile by tile
     question: str = dataclasses.field(default="", repr=False, compare=False)  # the text that came with pictures
+    embedded: EmbeddedPrompt | None = dataclasses.field(default=None, repr=False, compare=False)  # a soft prompt
     left_out: LeftOut | None = None  # turns of a chat that the prompt leaves out, for want of room
     # How a chat's reply is read, for its forks. Copies and pickles don't know it.
     read_by: Extensions = dataclasses.field(default=NONE, repr=False, compare=False)

@@ -10,7 +10,8 @@ from rekindle._src.capabilities.captures.files import CaptureFiles
 from rekindle._src.capabilities.captures.tapped import NAME_A_FOLDER, RequestTaps, TapFacts, resolve
 from rekindle._src.capabilities.captures.writer import CaptureWriter, Doors
 from rekindle._src.core.captured import Backlog, Captured, CapturedPart
-from rekindle._src.core.pictures import PictureRun, PictureUse
+from rekindle._src.core.pictures import PictureRun, runs_of
+from rekindle._src.core.prompt_rows import PromptRows
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
 from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
@@ -63,8 +64,7 @@ class TapIntake(Capability[None]):
         tapped = request.extensions.get(RequestTaps)
         if tapped is None or not tapped.keys:
             return None
-        use = request.extensions.get(PictureUse)
-        pictures = () if use is None else use.runs
+        pictures = runs_of(request.extensions.get(PromptRows))
         if tapped.backlog is None:
             return CaptureOutput(request, tapped, pictures)
         length = request.prompt_length + max(0, request.sampling.max_tokens - 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments, Owner, SessionPlan
+from rekindle._src.capabilities.soft_prompts.plan import takes_rows
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.plan import ProgramPlan
@@ -40,7 +41,7 @@ class PicturesPlan(CapabilityPlan):
         return 0 if self._encoder is None else self._encoder.device_bytes
 
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
-        if plan.model.pictures is None:
+        if plan.model.pictures is None and not takes_rows(plan.model):  # callers' rows are the same to a step
             return ()
         from rekindle._src.capabilities.pictures.step import PictureOption, Pictures
 

@@ -13,11 +13,12 @@ from rekindle._src.core.extension import Extension
 from rekindle._src.core.pictures import (
     EncodedRows,
     PictureCost,
+    PictureGrids,
     PictureLike,
-    PictureSpan,
     PictureStatistics,
-    PictureUse,
+    origins_in_words,
 )
+from rekindle._src.core.prompt_rows import PromptRows, RowSpan
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
@@ -147,10 +148,10 @@ class PictureIntake(Capability[list[EncodedRows]]):
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: list[EncodedRows] | None
-    ) -> PictureUse | None:
+    ) -> PromptRows | None:
         given, pictures = submission.extensions.get(PromptPictures), PICTURES.of(front)
         if given is None:
-            use = submission.extensions.get(PictureUse)
+            use = submission.extensions.get(PromptRows)
             if use is None and pictures is not None and (token_ids == pictures.token).any():
                 raise _miscounted(int((token_ids == pictures.token).sum()), 0)
             return use
@@ -166,7 +167,7 @@ class PictureIntake(Capability[list[EncodedRows]]):
             raise InvalidRequest("images", "a picture", problem, fix)
         return use
 
-    def keying(self, prompt: KeyedPrompt, front: Front) -> PictureUse | None:
+    def keying(self, prompt: KeyedPrompt, front: Front) -> PromptRows | None:
         """Return the places of the prompt's pictures, which are decoded for this, without their rows."""
         given, pictures = prompt.extensions.get(PromptPictures), PICTURES.of(front)
         if pictures is None:
@@ -174,11 +175,11 @@ class PictureIntake(Capability[list[EncodedRows]]):
         shown = () if given is None else given.pictures
         for picture in shown:
             pictures.identify(picture)
-        return PictureUse(tuple(span for span, _ in _spans(prompt.token_ids, shown, pictures)), ())
+        return PromptRows(tuple(span for span, _ in _spans(prompt.token_ids, shown, pictures)), ())
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part | None:
         given = submission.extensions.get(PromptPictures)
-        use = request.extensions.get(PictureUse)
+        use = request.extensions.get(PromptRows)
         return None if given is None or use is None else PictureOutput(given, use.spans)
 
 
@@ -187,7 +188,7 @@ class PictureOutput(Part[None]):
 
     __slots__ = ("_pictures", "_runs")
 
-    def __init__(self, pictures: PromptPictures, spans: Sequence[PictureSpan]) -> None:
+    def __init__(self, pictures: PromptPictures, spans: Sequence[RowSpan]) -> None:
         self._pictures, self._runs = pictures, tuple((span.start, span.stop) for span in spans)
 
     def completion(self, end: SequenceEnd) -> Fields:
@@ -208,22 +209,23 @@ def encoded(front: Front, text: str, shown: Sequence[PictureLike] = (), *, speci
 
 def placed(
     token_ids: IntArray, shown: Sequence[PictureLike], rows: Sequence[EncodedRows], pictures: PicturesLike
-) -> PictureUse:
+) -> PromptRows:
     """Return the places of pictures in a prompt. Raises `InvalidRequest` if its tokens are not theirs."""
-    spans, parts, done = list[PictureSpan](), list[Any](), [0] * len(shown)
+    spans, parts, done = list[RowSpan](), list[Any](), [0] * len(shown)
     for span, index in _spans(token_ids, shown, pictures):
         first = done[index]
         done[index] = first + span.stop - span.start
         spans.append(span)
         parts.append(rows[index].rows[:, first : done[index]])
     coordinates, offset = pictures.use(token_ids, [(span.start, span.stop) for span in spans], shown)
-    origins, grids = tuple(own.origin for own in rows), tuple(tuple(picture.grids) for picture in shown)
-    return PictureUse(tuple(spans), tuple(parts), coordinates, offset, pictures.whole, origins, grids)
+    described = origins_in_words([own.origin for own in rows])
+    grids = PictureGrids(tuple(tuple(picture.grids) for picture in shown))
+    return PromptRows(
+        tuple(spans), tuple(parts), coordinates, offset, pictures.whole, "picture", len(shown), described, grids
+    )
 
 
-def _spans(
-    token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike
-) -> Iterator[tuple[PictureSpan, int]]:
+def _spans(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike) -> Iterator[tuple[RowSpan, int]]:
     """Yield the places of pictures in a prompt, each with the index of its picture, which may have several."""
     places = np.flatnonzero(token_ids == pictures.token)
     counts = [pictures.counts(picture) for picture in shown]
@@ -235,7 +237,7 @@ def _spans(
             start, stop = int(places[first]), int(places[first + length - 1]) + 1
             if stop - start != length:
                 raise _miscounted(length, stop - start)
-            yield PictureSpan(start, stop, picture.digest), index
+            yield RowSpan(start, stop, picture.digest), index
             first += length
 
 

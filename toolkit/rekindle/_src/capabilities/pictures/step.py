@@ -1,7 +1,7 @@
 """Pictures in a step: an encoder's rows in the place of the embeddings of some prompt tokens.
 
 The rows of a step's prompts travel with the step, in operands of one size, so that other pictures compile nothing. A
-request brings its rows from its admission on (`core.pictures.PictureUse`). Positions with pages from the cache
+request brings its rows from its admission on (`core.prompt_rows.PromptRows`). Positions with pages from the cache
 need none of them.
 
 Axes: R decode rows, T prefill tokens, M the most prefill tokens of a step, E hidden size, L levels: the beginning of
@@ -20,7 +20,7 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from rekindle._src.core.config import ResolvedConfig
-from rekindle._src.core.pictures import PictureUse
+from rekindle._src.core.prompt_rows import PromptRows
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
@@ -42,20 +42,20 @@ class PictureRows(NamedTuple):
 class PictureOption(RowOption["Array | None"]):
     """Pictures of a row. Where ropes have coordinates, they give tokens after pictures another position."""
 
-    option = PictureUse
+    option = PromptRows
 
     def __init__(self, model: ModelConfig) -> None:
         self._turns = turns(model)
         self.ints = int(self._turns)
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        use = request.extensions.get(PictureUse)
+        use = request.extensions.get(PromptRows)
         assert use is not None, "its option"
         return ((use.offset,) if self._turns else ()), ()
 
     def in_plan(self, plan: StepPlan) -> bool:
         rows = plan.rows if self._turns else plan.prefill  # rows that decode have positions of their own there
-        return any(PictureUse in row.request.extensions for row in rows)
+        return any(PromptRows in row.request.extensions for row in rows)
 
     def unpack(self, columns: Columns) -> Array | None:
         return columns.ints[:, 0] if self._turns else None
@@ -74,11 +74,12 @@ class Pictures(StepPart["Array | None", PictureRows]):
     def __init__(
         self, model: ModelConfig, config: ResolvedConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
     ) -> None:
-        assert model.pictures is not None, "it takes pictures"
         self.warmed = ahead
         self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
-        self._levels, self._size, self._token = 1 + model.pictures.levels, model.hidden_size, model.pictures.token
-        self._both_ways = model.pictures.both_ways != "no"
+        spec = model.pictures  # None: rows come from callers alone
+        self._levels, self._size = 1 if spec is None else 1 + spec.levels, model.hidden_size
+        self._token = None if spec is None else spec.token
+        self._both_ways = spec is not None and spec.both_ways != "no"
         self._turns = turns(model)
         self._operands: PictureRows | None = None
 
@@ -108,13 +109,13 @@ class Pictures(StepPart["Array | None", PictureRows]):
             first = token = shard * self._most
             count = 0
             for row in plan.prefill:
-                use = row.request.extensions.get(PictureUse)
+                use = row.request.extensions.get(PromptRows)
                 if use is not None:
                     count = self._write(operands, use, row, first, token, count)
                 token += row.length
         self._operands = operands
 
-    def _write(self, operands: PictureRows, use: PictureUse, row: Row, first: int, token: int, count: int) -> int:
+    def _write(self, operands: PictureRows, use: PromptRows, row: Row, first: int, token: int, count: int) -> int:
         """Write the rows of a prompt's tokens, from the shard's `count`-th row on. Return the count after them."""
         start, stop = row.start, row.start + row.length
         for span, rows in zip(use.spans, use.rows, strict=True):
@@ -122,9 +123,10 @@ class Pictures(StepPart["Array | None", PictureRows]):
             if begin < end:
                 length = end - begin
                 operands.places[token + begin - start : token + end - start] = np.arange(count, count + length)
-                operands.sees[token + begin - start : token + end - start] = span.stop
+                operands.sees[token + begin - start : token + end - start] = span.stop if use.whole else 0
                 part = rows[:, begin - span.start : end - span.start]
-                operands.rows[first + count : first + count + length] = np.moveaxis(part, 0, 1)
+                operands.rows[first + count : first + count + length, : len(part)] = np.moveaxis(part, 0, 1)
+                operands.rows[first + count : first + count + length, len(part) :] = 0
                 count += length
         if self._turns and use.coordinates is not None:
             known = use.coordinates[start:stop]

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import words
-from rekindle._src.core.pictures import UNNAMED
+from rekindle._src.core.prompt_rows import UNNAMED
 from rekindle._src.kvcache.digest import DIGEST_SIZE, root_digest
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
