@@ -40,7 +40,7 @@ from rekindle._src.serve.ledger import REQUEST_MEMORY, Account, ByteLedger, byte
 from rekindle._src.serve.life import Active, Hosts, Life, address_of
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
-from rekindle._src.serve.models import InLine, Lent, Models, ServedSession
+from rekindle._src.serve.models import InLine, LentModel, Models, ServedSession
 from rekindle.errors import Busy, QueueFull, RequestAborted
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Exchange:
         # a key; without keys, the client's address.
         self.caller: str = self.key.hex() or address_of(scope.get("client"))
         self.account: Account = service.ledger.account(self.caller)
-        self._lent: Lent | None = None  # the use of a model that is loaded on demand
+        self._lent: LentModel | None = None  # the use of a model that is loaded on demand
         self._progress: Callable[[], str] | None = None  # of a wait for one
         self._news: anyio.Event | None = None  # set when such a wait begins, for the heartbeat
 
@@ -206,7 +206,7 @@ class Exchange:
         """Register the request with about `tokens` tokens in its prompts; see `Life.request`."""
         return self.service.life.request(self.request_id, self.key, tokens, named=self._named)
 
-    def holds(self, lent: Lent) -> None:
+    def holds(self, lent: LentModel) -> None:
         """Release the use of a model at the end of the request, unless `let_go` does before."""
         self._lent = lent
 

@@ -80,7 +80,7 @@ class ServedSession(Protocol):
     def chat_tokens(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]: ...
 
 
-class Lent(Protocol):
+class LentModel(Protocol):
     """The use of a model that is loaded on demand."""
 
     @property
@@ -90,7 +90,7 @@ class Lent(Protocol):
         ...
 
 
-class InLine(Awaitable[Lent], Protocol):
+class InLine(Awaitable[LentModel], Protocol):
     """A request's place in the line of a model that is not loaded."""
 
     @property
@@ -116,7 +116,7 @@ class OnDemand(Protocol):
     def closed(self) -> bool: ...
     @property
     def adapters(self) -> tuple[str, ...]: ...
-    def lease_now(self) -> Lent | None: ...
+    def lease_now(self) -> LentModel | None: ...
     def wait(self) -> InLine: ...
     async def unload_in_turn(self) -> None: ...
 
@@ -124,7 +124,7 @@ class OnDemand(Protocol):
 class Caller(Protocol):
     """A request that needs a model: what the model's wait has to do with it."""
 
-    def holds(self, lent: Lent) -> None:
+    def holds(self, lent: LentModel) -> None:
         """Release it at the end of the request, unless it was released before."""
         ...
 
@@ -258,7 +258,7 @@ class ServedOnDemand(ServedModel):
         session: ServedSession = lent.session
         return session
 
-    async def _lent(self, caller: Caller) -> Lent:
+    async def _lent(self, caller: Caller) -> LentModel:
         try:
             lent = self._source.lease_now()
             if lent is None:

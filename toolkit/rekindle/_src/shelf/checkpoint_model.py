@@ -40,7 +40,7 @@ class CheckpointModel:
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of its adapters; while it is not loaded, of those that it is opened with."""
+        """The names of its adapters. While it is not loaded, they are the adapters of its options."""
         session = self.session
         return tuple(self._options.get("adapters") or ()) if session is None else session.adapters
 
@@ -119,7 +119,7 @@ class CheckpointModel:
 
 
 def default_memory() -> int | None:
-    """Return the bytes that all models may take: of a CPU's, three quarters of what is available now."""
+    """Return the memory for all models: three quarters of what is available now on a CPU, more of other devices."""
     import jax
 
     if jax.default_backend() == "cpu":

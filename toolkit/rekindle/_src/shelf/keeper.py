@@ -160,7 +160,7 @@ def _aborted() -> RequestAborted:
 
 
 class Keeper:
-    """Keeps the models of a shelf within its limits. Every method but those of its thread may be called anywhere."""
+    """Keeps the models of a shelf within its limits. Any thread may call its methods, except those of its own thread."""
 
     def __init__(
         self,
@@ -374,7 +374,7 @@ class Keeper:
             await self._close(entry)
 
     def _next(self) -> tuple[NextChange, float | None]:
-        """Return the next change, or for how long to wait; let the lines in whose turn it is."""
+        """Return the next change, or the seconds to wait for one. Lines of models that may take requests are let in."""
         now = self.clock()
         rows = self._refreshed(now)
         for entry in self.entries.values():

@@ -149,7 +149,7 @@ def _make_room(head: ModelRow, rows: Collection[ModelRow], limits: ShelfLimits, 
 
 
 def _unload(rows: Iterable[ModelRow], limits: ShelfLimits, now: float) -> NextChange:
-    """Return the unloading of a model whose time has come, or the time when the next one's will."""
+    """Return the next unloading that is due, or the time of the next one."""
     due: list[float] = []
     for row in rows:
         if row.busy or row.state not in (ModelState.LOADED, ModelState.SLEEPING):
