@@ -119,7 +119,7 @@ class CheckpointModel:
 
 
 def default_memory() -> int | None:
-    """Return the memory for all models: three quarters of what is available now on a CPU, more of other devices."""
+    """Return the memory for all models: three quarters of a CPU's available memory, or most of another device."""
     import jax
 
     if jax.default_backend() == "cpu":

@@ -160,7 +160,7 @@ def _aborted() -> RequestAborted:
 
 
 class Keeper:
-    """Keeps the models of a shelf within its limits. Any thread may call its methods, except those of its own thread."""
+    """Keeps the models of a shelf within its limits. Any thread may call its public methods."""
 
     def __init__(
         self,
