@@ -377,7 +377,7 @@ def limits_of(*, memory: int | str | None, max_loaded: int | None, idle_unload: 
     return ShelfLimits(size, max_loaded, None if idle_unload is None else float(idle_unload))
 
 
-def shelf_of(models: Mapping[str, tuple[str | Path, Mapping[str, Any]]], limits: ShelfLimits) -> Shelf:
+def shelf_of(models: Mapping[str, tuple[str | Path, Mapping[str, object]]], limits: ShelfLimits) -> Shelf:
     """Return a shelf of models by name, each with its own options of `open`."""
     if not models or len(models) > MOST_MODELS:
         raise ConfigError("models", f"{len(models)} models", f"are none, or over {MOST_MODELS:,}", "Name one or more")
