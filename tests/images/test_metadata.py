@@ -141,6 +141,7 @@ def decoded(data: bytes) -> tuple[Picture, int]:
         ("webp, EXIF", webp_with((b"EXIF", SHARED), flags=8)),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("short_turns")
 def test_tags_that_share_their_bytes_cost_nothing(name: str, data: bytes) -> None:
     """A file of 0.9 MB took 6.9 GB and 23 s, one of 66 kB with a list of further pictures 654 MB and 12 s."""
     open_picture(data).decode()  # imports
@@ -209,6 +210,7 @@ def test_a_tiffs_decoder_sees_the_tags_of_pixels_alone(monkeypatch: pytest.Monke
     np.testing.assert_array_equal(picture.pixels[:, :, 0], np.rot90(noise(9, 7, 1)[:, :, 0], 3))
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_a_tiff_makes_no_more_calls_of_a_decoder_than_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """A file of 7.6 MB, all of them places of strips of two pixels, took 92 s and 1.85 GB."""
     calls: list[Any] = []

@@ -70,6 +70,7 @@ class Sender:
 
 
 @pytest.mark.anyio
+@pytest.mark.usefixtures("short_turns")
 async def test_a_hundred_unfinished_bodies_hold_no_more_than_the_share_of_their_client(session: Session) -> None:
     """They held all that they had sent, 3.3 GB, for a minute each."""
     app = make_app(session, request_memory=8 * MIB)
