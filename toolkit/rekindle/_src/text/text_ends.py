@@ -45,16 +45,8 @@ class WatchedText:
         self._tokens: list[int] = []
         self._text = ""
         self.stopped: str | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Tokens pushed so far, except those after the end."""
-        return self._inner.tokens
-
-    @property
-    def released(self) -> int:
-        """Tokens with fully delivered text."""
-        return self._inner.released
+        self.tokens = 0  # pushed so far, except those after the end
+        self.released = 0  # of them, with fully delivered text
 
     def push(self, token_ids: Sequence[int]) -> FinalText:
         """Decode the next tokens. After an end, tokens are ignored and no more text is returned."""
@@ -68,6 +60,7 @@ class WatchedText:
             if self.stopped is None and (reason := self._end(token_id)) is not None:
                 self._text += self._inner.flush()
                 self.stopped = self._inner.stopped or reason
+        self.tokens, self.released = self._inner.tokens, self._inner.released
         return FinalText(self._text[before:], self.stopped)
 
     def flush(self) -> str:
@@ -75,7 +68,7 @@ class WatchedText:
         if self.stopped is not None:
             return ""
         text = self._inner.flush()
-        self.stopped = self._inner.stopped
+        self.stopped, self.released = self._inner.stopped, self._inner.released
         return text
 
     def _end(self, token_id: int) -> str | None:

@@ -74,9 +74,15 @@ class _Texts:
     """The texts of all tokens in one long text, for a quick search."""
 
     def __init__(self, tokenizer: TokenizerLike, vocab_size: int) -> None:
-        from rekindle._src.text.detokenizer import token_bytes  # few requests need it
+        from rekindle._src.text.detokenizer import token_bytes  # few requests need them
+        from rekindle._src.text.tokenizer import Tokenizer
 
-        texts = [token_bytes(tokenizer, token).decode("latin-1") for token in range(vocab_size)]
+        def spelled(token: int) -> bytes:
+            if isinstance(tokenizer, Tokenizer):
+                return token_bytes(tokenizer, token)
+            return tokenizer.decode([token], skip_special_tokens=False).encode()
+
+        texts = [spelled(token).decode("latin-1") for token in range(vocab_size)]
         self.joined = _MARK + _MARK.join(text.replace(_MARK, " ") for text in texts) + _MARK
         self.starts = np.cumsum([0, *(len(text) + 1 for text in texts)]) + 1
 
