@@ -91,17 +91,9 @@ def test_drafts_change_no_token(alone: list[tuple[int, ...]]) -> None:
         assert session.stats().accepted_tokens > 0
 
 
-def test_a_preempted_request_goes_on_where_it_was(alone: list[tuple[int, ...]]) -> None:
-    few: dict[str, Any] = {**TINY, "max_model_len": 64, "page_size": 8, "device_pages": 15, "prefix_cache": False}
-    with rekindle.open_sync("tiny", **few, drafts="none") as session:
-        for _ in range(2):
-            assert tokens(session) == alone
-        assert session.stats().preemptions > 0
-
-
 @pytest.mark.anyio
 async def test_numbers_that_are_carried_survive_sleep(alone: list[tuple[int, ...]]) -> None:
-    """The state on the device is gone, and each request enters a slot again."""
+    """A session that sleeps preempts its requests: the state on the device is gone, and each enters a slot again."""
     async with rekindle.open("tiny", **TINY, drafts="none") as session:
         handle = session.submit(PROMPTS[6 % 3], **ALL[6])
         async for _ in handle:
