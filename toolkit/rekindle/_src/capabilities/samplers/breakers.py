@@ -123,8 +123,8 @@ def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenize
                 rests.setdefault(int(token), set()).add(tokens)
     numbers: dict[Rests, int] = {}
     classes = np.zeros(vocab_size, np.int32)
-    for token, ways in rests.items():
-        classes[token] = numbers.setdefault(frozenset(ways), len(numbers) + 1)
+    for token, of_token in rests.items():
+        classes[token] = numbers.setdefault(frozenset(of_token), len(numbers) + 1)
     if len(numbers) > CLASSES or any(len(ways) > SEQUENCES for ways in numbers):
         problem = f"can be spelled in {len(numbers)} ways, and {CLASSES} are possible"
         raise InvalidRequest("dry_sequence_breakers", tuple(breakers), problem, "Use fewer or shorter ones")
