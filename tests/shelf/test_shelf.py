@@ -69,7 +69,8 @@ async def test_a_pinned_prefix_is_no_reason_to_fail(caplog: pytest.LogCaptureFix
     """Pinned pages can't leave the device, so the model is unloaded."""
     async with rekindle.shelf({"a": "tiny", "b": "tiny"}, max_loaded=1, **OPTIONS) as shelf:
         async with shelf["a"].use() as session:
-            session.cache.pin("Once upon a time there was a little girl who lived in a house by the sea")
+            await session.generate([7] * 80, max_tokens=1)
+            assert session.pin([7] * 80) > 0
         async with shelf["b"].use():
             assert shelf["a"].state == "unloaded" and "can't sleep" in caplog.text
     assert shelf.closed and "closed" in repr(shelf) and "closed" in shelf._repr_html_()
