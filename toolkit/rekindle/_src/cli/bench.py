@@ -72,11 +72,16 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
     from rekindle_kernels import current_platform
 
     # A GPU's compiler measures alternatives: all programs of a session take it many minutes, a workload's programs one.
+    # The first run makes these in parts.
     precompile = "all" if current_platform() == "cpu" else "lazy"
     options = {"precompile": precompile, "quiet": True, **needed(model, name, options), **options}
     async with opening.open(model, **options) as session:
         prompts = workloads.RandomPrompts(session.tokenizer.vocab_size if model in EMBEDDED else vocab_size(model))
-        runs = await _runs(session, functools.partial(workloads.WORKLOADS[name], session, prompts), repeat)
+        workload = functools.partial(workloads.WORKLOADS[name], session, prompts)
+        if options["precompile"] != "all":
+            await workload()
+            await workloads.whole_programs(session)
+        runs = await _runs(session, workload, repeat)
         stats = session.stats()
     figures = _medians(runs)
     if stats.drafted_tokens:
