@@ -155,7 +155,7 @@ class Recipes:
 
     @functools.cached_property
     def part_options(self) -> Mapping[str, str | bool]:
-        """XLA's options for parts of steps. On GPUs the library computes their products: timing decides in which order
+        """XLA's options for parts of steps. On GPUs the library computes their products: timing decides there how
         whole programs add."""
         return PARTS_ON_GPU if current_platform() == "gpu" else self.step_options
 
