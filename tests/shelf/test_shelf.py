@@ -65,6 +65,7 @@ async def test_sessions_of_a_notebook_wake_each_at_its_next_request() -> None:
         assert {shelf[name].state for name in shelf} == {"unloaded"}
 
 
+@pytest.mark.thorough
 async def test_a_pinned_prefix_is_no_reason_to_fail(caplog: pytest.LogCaptureFixture) -> None:
     """Pinned pages can't leave the device, so the model is unloaded."""
     async with rekindle.shelf({"a": "tiny", "b": "tiny"}, max_loaded=1, **OPTIONS) as shelf:
@@ -76,6 +77,7 @@ async def test_a_pinned_prefix_is_no_reason_to_fail(caplog: pytest.LogCaptureFix
     assert shelf.closed and "closed" in repr(shelf) and "closed" in shelf._repr_html_()
 
 
+@pytest.mark.thorough
 async def test_what_can_not_be_loaded_is_told_and_the_others_go_on(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     shelf = rekindle.shelf({"good": "tiny", "bad": tmp_path / "empty"}, **OPTIONS)
@@ -114,6 +116,7 @@ def test_wrong_arguments_are_refused_before_anything_is_loaded(given: dict[str, 
     assert refused.value.field == field
 
 
+@pytest.mark.thorough
 def test_an_unknown_name_is_told_the_others() -> None:
     shelf = rekindle.shelf(["tiny"], **OPTIONS)
     with pytest.raises(KeyError, match=r"not on the shelf\. Use one of 'tiny'"):
@@ -121,6 +124,7 @@ def test_an_unknown_name_is_told_the_others() -> None:
     assert "tiny" in shelf and "huge" not in shelf and len(shelf) == 1 and [*shelf] == ["tiny"]
 
 
+@pytest.mark.thorough
 def test_one_that_nothing_refers_to_ends_by_itself() -> None:
     shelf = rekindle.shelf(["tiny"], **OPTIONS)
     with shelf["tiny"].use() as session:
@@ -174,6 +178,7 @@ async def test_two_hundred_requests_among_three_families_with_memory_for_one(tmp
             assert model.device_bytes == pytest.approx(sizes[model.name], rel=0.02)
 
 
+@pytest.mark.thorough
 async def test_a_dozen_requests_at_random_with_room_for_one() -> None:
     async with rekindle.shelf({"a": "tiny", "b": "tiny", "c": "tiny"}, max_loaded=1, **OPTIONS) as shelf:
         async with shelf["a"].use() as session:
@@ -181,6 +186,7 @@ async def test_a_dozen_requests_at_random_with_room_for_one() -> None:
         await crowd(shelf, dict.fromkeys("abc", want), 12, dict.fromkeys("abc", "Once upon"))
 
 
+@pytest.mark.thorough
 async def test_a_block_within_a_block_is_refused_where_there_is_room_for_one() -> None:
     async with rekindle.shelf({"a": "tiny", "b": "tiny"}, max_loaded=1, **OPTIONS) as shelf, shelf["a"].use():
         with pytest.raises(InvalidRequest, match="no room for both"):
