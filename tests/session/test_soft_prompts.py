@@ -13,7 +13,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.counting import COMPILING, counts
+from helpers.counting import counts
 from helpers.small import TINY
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session, SoftPrompt
@@ -124,7 +124,7 @@ async def test_batches_forks_and_neighbours_compile_nothing(session: Session, ow
     size = own.shape[1]
     prompts = [SoftPrompt([rows(seed, 40 + seed, size), f"number {seed}"]) for seed in range(6)]
     alone = [await session.generate(prompt, **GREEDY) for prompt in prompts]
-    before = counts(COMPILING)
+    before = counts(session)
     outcomes: dict[int, Any] = {}
 
     async def ask(number: int) -> None:
@@ -145,7 +145,7 @@ async def test_batches_forks_and_neighbours_compile_nothing(session: Session, ow
         assert forked.usage.cached_tokens > 0
     several = await session.generate(prompts[4], **{**GREEDY, "temperature": 0.8}, n=3, seed=1)
     assert len({one.token_ids for one in several}) > 1
-    assert counts(COMPILING) == before
+    assert counts(session) == before
     kept = pickle.loads(pickle.dumps(alone[3]))
     again = await session.fork(kept, at=4)
     assert (*kept.token_ids[:4], *again.token_ids) == kept.token_ids

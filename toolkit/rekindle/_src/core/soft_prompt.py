@@ -98,7 +98,8 @@ def _read(part: Any, field: str) -> Any:
     if array.ndim != 2 or not floats or 0 in array.shape or len(array) > MOST_ROWS:
         shown = f"{array.dtype} {list(array.shape)}"
         raise InvalidRequest(field, shown, "is no text, no token ids and no array of floats [tokens, hidden]", _FIX)
-    rows = np.array(array, np.float32, order="C")
+    with np.errstate(over="ignore"):  # a number too large for float32 is refused below
+        rows = np.array(array, np.float32, order="C")
     if not np.isfinite(rows).all():
         at = int(np.argwhere(~np.isfinite(rows))[0, 0])
         raise InvalidRequest(
