@@ -17,6 +17,7 @@
 # %%
 import math
 import os
+import struct
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +29,6 @@ import ml_dtypes
 import numpy as np
 
 from rekindle import tiny
-from rekindle._src.models.loading.gguf.header import read_header
 from rekindle.models import export
 
 plt.rcParams.update(
@@ -43,7 +43,7 @@ if not path.is_file():  # page 18 has not fetched it: the embedded model, writte
 # %% [markdown]
 # ## A file is a list of blocks
 #
-# A GGUF file has a header, which says where each tensor begins and of which type it is, and then the tensors. We read the header with a name from `rekindle._src`, which is private and may change; the blocks we read by hand.
+# A GGUF file has a header, which says where each tensor begins and of which type it is, and then the tensors. Both are read here by hand.
 #
 # **Predict.** A block of Q8_0 has 32 whole numbers of one byte each, and one scale in 16 bits. How many bytes is it, and how many bits for each number?
 #
@@ -53,16 +53,65 @@ if not path.is_file():  # page 18 has not fetched it: the embedded model, writte
 #
 # </details>
 
+
 # %%
-header = read_header(path)
-parameters = sum(int(np.prod(tensor.shape)) for tensor in header.tensors)
-for kind, count in Counter(tensor.kind.name for tensor in header.tensors).items():
-    some = [tensor for tensor in header.tensors if tensor.kind.name == kind]
+class Tensor(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    offset: int  # from the beginning of the file
+    nbytes: int
+
+
+KINDS = {0: ("F32", 1, 4), 3: ("Q4_1", 32, 20), 8: ("Q8_0", 32, 34)}  # by its number: numbers and bytes of a block
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+
+
+def read_header(path: Path) -> list[Tensor]:
+    """Read where each tensor of a GGUF file lies."""
+    file = path.open("rb")
+
+    def number(form: str) -> int:
+        return int(struct.unpack(f"<{form}", file.read(struct.calcsize(f"<{form}")))[0])
+
+    def text() -> str:
+        return file.read(number("Q")).decode()
+
+    def pass_over(kind: int) -> int:
+        """Read a value of the metadata. Return it if it is one number."""
+        if kind == 8:
+            return len(text())
+        if kind == 9:  # an array
+            kind, length = number("I"), number("Q")
+            return sum(pass_over(kind) for _ in range(length))
+        return number(NUMBERS[kind])
+
+    with file:
+        assert (file.read(4), number("I")) == (b"GGUF", 3)
+        tensors, keys = number("Q"), number("Q")
+        metadata = {text(): pass_over(number("I")) for _ in range(keys)}
+        places = []
+        for _ in range(tensors):
+            name = text()
+            shape = tuple(number("Q") for _ in range(number("I")))[::-1]  # in the file, the fastest axis is first
+            places.append((name, shape, *KINDS[number("I")], number("Q")))
+        step = metadata.get("general.alignment", 32)
+        begin = -(-file.tell() // step) * step
+    return [
+        Tensor(name, shape, kind, begin + offset, int(np.prod(shape)) // count * size)
+        for name, shape, kind, count, size, offset in places
+    ]
+
+
+tensors = read_header(path)
+parameters = sum(int(np.prod(tensor.shape)) for tensor in tensors)
+for kind, count in Counter(tensor.kind for tensor in tensors).items():
+    some = [tensor for tensor in tensors if tensor.kind == kind]
     numbers = sum(int(np.prod(tensor.shape)) for tensor in some)
     print(f"{kind:6}{count:4} tensors{numbers:13,} numbers{sum(t.nbytes for t in some) * 8 / numbers:7.2f} bits each")
-print(f"{path.name}: {8 * header.size / parameters:.2f} bits for each number, header and all")
+print(f"{path.name}: {8 * path.stat().st_size / parameters:.2f} bits for each number, header and all")
 
-tensor = next(tensor for tensor in header.tensors if tensor.kind.name == "Q8_0")
+tensor = next(tensor for tensor in tensors if tensor.kind == "Q8_0")
 BLOCK = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 raw = np.fromfile(path, BLOCK, count=tensor.nbytes // BLOCK.itemsize, offset=tensor.offset)
 weights = (raw["scale"].astype(np.float32)[:, None] * raw["numbers"]).reshape(tensor.shape)
