@@ -25,7 +25,7 @@ from rekindle._src.scheduling.scheduler import SchedulerStatistics
 from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView, PrefixExplanation
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.template_code import TemplateCode
 
 

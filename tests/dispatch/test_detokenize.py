@@ -15,7 +15,7 @@ from rekindle._src.dispatch.backend import Abort, Events, Finish
 from rekindle._src.dispatch.capability import Part
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.threads import Mailbox
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle.errors import RequestAborted, RequestFailed
 
 pytestmark = pytest.mark.anyio

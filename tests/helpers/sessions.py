@@ -30,7 +30,7 @@ from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
 from rekindle._src.text.backends import WholeTokenizer
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.text.tokenizer_limits import byte_of_character
 

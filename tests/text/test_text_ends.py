@@ -12,7 +12,7 @@ import rekindle
 from helpers.small import TINY
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.detokenizer import Detokenizer
-from rekindle._src.text.text_ends import LEAST_REPEATED, LONGEST_BLOCK, Repetition, WatchedText
+from rekindle._src.text.text_ends import LEAST_REPEATED, LONGEST_BLOCK, RepeatDetector, WatchedText
 from rekindle.tiny import folder
 
 
@@ -34,13 +34,13 @@ def test_repetitions_are_those_of_a_plain_search(seed: int) -> None:
     block = rng.integers(0, 4, rng.integers(1, 70))
     tokens = [*rng.integers(0, 3, 40).tolist(), *np.tile(block, 6).tolist(), *rng.integers(0, 3, 9).tolist()]
     times = int(rng.integers(2, 6))
-    repetition = Repetition(times)
+    repetition = RepeatDetector(times)
     found = next((count for count, token in enumerate(tokens, start=1) if repetition.push(token)), None)
     assert found == ends_at(tokens, times)
 
 
 def test_a_line_of_dashes_is_no_repetition() -> None:
-    repetition = Repetition(2)
+    repetition = RepeatDetector(2)
     assert not any(repetition.push(7) for _ in range(LEAST_REPEATED - 1))
     assert repetition.push(7)
 

@@ -35,7 +35,7 @@ from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.opening.source import source_of
 from rekindle._src.opening.vocabulary import TextSettings, Vocabulary
 from rekindle._src.opening.weights import Weights
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, unavailable_reason

@@ -34,7 +34,7 @@ from rekindle._src.replicas.routes import Placed
 from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.session.open_model import OpenModel, with_source
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest
 

@@ -41,7 +41,7 @@ from rekindle._src.session.client import Client, enlist
 from rekindle._src.session.open_model import OpenModel, with_source
 from rekindle._src.session.pausing import PausedSession, SleepReport
 from rekindle._src.session.views import Views, dashboard
-from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.views import html

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from rekindle._src.core.contracts import DetokenizerLike
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.text.tokenizer_limits import byte_of_character
 from rekindle.errors import InvalidRequest
@@ -223,27 +221,6 @@ class _WindowStream:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
-
-
-def real_detokenizer(tokenizer: Tokenizer) -> Callable[..., DetokenizerLike]:
-    """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
-
-    def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> DetokenizerLike:
-        detokenizer = Detokenizer(
-            tokenizer,
-            sampling.stop,
-            visible=visible,
-            include_stop=sampling.include_stop,
-            min_tokens=sampling.min_tokens,
-        )
-        if sampling.until is None and not sampling.stop_repeats:
-            return detokenizer
-        from rekindle._src.text.text_ends import WatchedText  # few requests need it
-
-        least = sampling.min_tokens
-        return WatchedText(detokenizer, until=sampling.until, repeats=sampling.stop_repeats, min_tokens=least)
-
-    return new
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

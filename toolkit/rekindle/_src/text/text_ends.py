@@ -14,7 +14,7 @@ UNTIL, REPEATS = "until", "repeats"  # the stop reasons
 Until = Callable[[str, Sequence[int]], bool]
 
 
-class Repetition:
+class RepeatDetector:
     """Finds a block of tokens that came several times in a row, at a fixed cost for each token."""
 
     def __init__(self, times: int) -> None:
@@ -41,7 +41,7 @@ class WatchedText:
     def __init__(self, inner: Detokenizer, *, until: Until | None, repeats: int, min_tokens: int = 0) -> None:
         """Watch the text of `inner`. With `repeats`, a block that comes so often in a row ends it."""
         self._inner, self._until, self._min_tokens = inner, until, min_tokens
-        self._repetition = Repetition(repeats) if repeats else None
+        self._repetition = RepeatDetector(repeats) if repeats else None
         self._tokens: list[int] = []
         self._text = ""
         self.stopped: str | None = None
