@@ -32,7 +32,7 @@ KEEP_ALIVE = 0.1
 class LoopWaker:
     """Runs callbacks on one event loop, from any thread; at most one wake-up is on its way however many are posted."""
 
-    def __init__(self, loop: Any) -> None:
+    def __init__(self, loop: object) -> None:
         # Weak, because each thread remembers its last waker: a strong reference would keep finished loops alive.
         self.loop = weakref.ref(loop)
         self._posted: deque[Callback] = deque()

@@ -87,7 +87,7 @@ class _Texts:
         self.starts = np.cumsum([0, *(len(text) + 1 for text in texts)]) + 1
 
     def containing(self, text: str) -> NDArray[np.int64]:
-        """Return the tokens whose texts contain this one."""
+        """Return the tokens that are spelled with `text`."""
         places, at = [], self.joined.find(text)
         while at >= 0:
             places.append(at)
