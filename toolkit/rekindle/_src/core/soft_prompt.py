@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +75,7 @@ def _made(parts: Sequence[object], add_special_tokens: bool) -> SoftPrompt:
     return SoftPrompt(parts, add_special_tokens=add_special_tokens)
 
 
-def _is_rows(part: Any) -> bool:
+def _is_rows(part: Any) -> TypeGuard[NDArray[Any]]:
     return getattr(part, "ndim", 0) == 2
 
 

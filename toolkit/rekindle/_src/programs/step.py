@@ -253,7 +253,7 @@ def _choose(
     tokens, values = (taken, None) if operand is None else taken
     shown = marked(tokens, scores.last, logits)
     if operand is not None:
-        shown = late.mark(shown, operand, values)
+        shown = late.mark(shown, operand, cast(Array, values))
     samples = inputs.flag(RowFlag.SAMPLES)
     counts = samples | recording(inputs, tokens)
     noted = {} if narrowed is None else narrowed.note(tokens, counts)

@@ -125,5 +125,5 @@ def default_memory() -> int | None:
     if jax.default_backend() == "cpu":
         free = memory.available()
         return None if free is None else int(free * memory.SHARE)
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    return int(min(limits) * SHARE) if all(limits) else None
+    limits = [int((device.memory_stats() or {}).get("bytes_limit") or 0) for device in jax.local_devices()]
+    return int(min(limits) * SHARE) or None

@@ -130,7 +130,7 @@ class OverflowFit(PromptFit):
             return self._read[0] if fits else await self._called(self._rule.overflow)
         return await self._searched(fits)
 
-    async def _begin(self) -> Submission:
+    async def _begin(self) -> ReadPrompt | Submission:
         messages = self._rule.messages
         if not callable(self._rule.overflow):
             per_token = await anyio.to_thread.run_sync(self._characters_per_token)

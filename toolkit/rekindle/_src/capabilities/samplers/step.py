@@ -14,7 +14,7 @@ had been chosen; where one was not, no later row counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -67,13 +67,13 @@ class KeptChains(NamedTuple):
 
 def numbers_of(sampling: Sampling, vocab_size: int) -> Numbers:
     """Return the options of a request, as Python's numbers."""
-    values = [float(getattr(sampling, name)) for name in Numbers._fields]
-    numbers = Numbers(*values)
-    return numbers._replace(
-        top_k=min(numbers.top_k, float(vocab_size)),
-        dry_penalty_last_n=float(MAX_DRY_WINDOW) if sampling.dry_penalty_last_n < 0 else numbers.dry_penalty_last_n,
-        adaptive_target=numbers.adaptive_target if ADAPTIVE in sampling.order else -1.0,
-    )  # type: ignore[return-value]
+    values = {name: float(getattr(sampling, name)) for name in Numbers._fields}
+    values["top_k"] = min(values["top_k"], float(vocab_size))
+    if sampling.dry_penalty_last_n < 0:
+        values["dry_penalty_last_n"] = float(MAX_DRY_WINDOW)
+    if ADAPTIVE not in sampling.order:
+        values["adaptive_target"] = -1.0
+    return Numbers(**cast(dict[str, Array], values))
 
 
 def chain_of(sampling: Sampling) -> list[int]:

@@ -90,12 +90,10 @@ def sampling_metadata(sampling: Sampling | None) -> dict[str, object]:
     if sampling is None:
         return {}
     plain = Sampling()
-    values = {
-        "temp": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p, "min_p": sampling.min_p,
-        "penalty_repeat": sampling.repetition_penalty,
-    }  # fmt: skip
-    off = {"top_k": plain.top_k, "top_p": plain.top_p, "min_p": plain.min_p, "penalty_repeat": plain.repetition_penalty}
-    for name in ("xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta"):
+    values: dict[str, object] = {"temp": float(sampling.temperature), "penalty_repeat": sampling.repetition_penalty}
+    off: dict[str, object] = {"penalty_repeat": plain.repetition_penalty}
+    same = "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta"
+    for name in same:
         values[name], off[name] = getattr(sampling, name), getattr(plain, name)
     if sampling.samplers is not None:
         values["sequence"] = ";".join(sampling.samplers)
