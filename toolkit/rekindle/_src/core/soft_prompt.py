@@ -48,7 +48,7 @@ class SoftPrompt(Drawable):
         if len(widths) > 1:
             raise InvalidRequest("parts", sorted(widths), "are different hidden sizes", "Use rows of one model")
         self.parts: tuple[str | NDArray[Any], ...] = read
-        self.add_special_tokens = add_special_tokens
+        self.add_special_tokens: bool = add_special_tokens
         self.digests: tuple[bytes, ...] = tuple(_digest(part) for part in self.rows)
 
     @property
