@@ -36,6 +36,8 @@ WIDER = {
     "allowed_token_ids": Sequence[int] | None,
     "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
+    "samplers": str | Sequence[str] | None,
+    "dry_sequence_breakers": str | Sequence[str] | None,
     "logprob_token_ids": Sequence[int] | None,
     "capture": Capture | Mapping[str, object] | None,
     "steer": SteerLike | Sequence[SteerLike] | None,

@@ -87,7 +87,7 @@ def read_header(path: Path) -> list[Tensor]:
         return number(NUMBERS[kind])
 
     with file:
-        assert (file.read(4), number("I")) == (b"GGUF", 3)
+        assert (file.read(4), number("I")) == (b"GGUF", 3), "this is a GGUF file of version 3"
         tensors, keys = number("Q"), number("Q")
         metadata = {text(): pass_over(number("I")) for _ in range(keys)}
         places = []
