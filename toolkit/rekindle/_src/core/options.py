@@ -36,7 +36,7 @@ _UNITS = {
     "": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9,
     "TB": 10**12,
 }  # fmt: skip
-_ENTRY = re.compile(r"    (\w+) \(.*?\): (.*)")  # an option in a docstring: name (default): words
+_ENTRY = re.compile(r"    (\w+) \((?:[^:']|'[^']*')*\): (.*)")  # an option in a docstring: name (default): words
 
 
 class Validator(Protocol):
