@@ -41,6 +41,12 @@ DRAWING: dict[str, dict[str, Any]] = {  # options that narrow a draw at temperat
 ELSEWHERE = {  # each has a test of its own, below or where it says
     "max_tokens", "temperature", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs",
     "prompt_logprobs", "priority", "processors", "salt",
+    # tests/session/test_samplers.py and tests/capabilities/test_sampler_chain.py
+    "top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "samplers",
+    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    "mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay",
+    # tests/text/test_text_ends.py
+    "until", "stop_repeats",
     # tests/session/test_token_rules.py
     "allowed_token_ids", "bad_words",
     # tests/session/test_scoring.py

@@ -135,7 +135,7 @@ def test_a_stream_and_its_button(page: Any) -> None:
 
 def test_a_chat_is_talked_to_and_forked(page: Any) -> None:
     with opened() as session:
-        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        session.chat = lambda messages, overflow=None, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
         view = session.view.chat(max_tokens=30)
         hosted = Hosted(page, view)
         line = hosted.first.get_by_placeholder("Say something")
@@ -163,7 +163,7 @@ def test_a_chat_is_talked_to_and_forked(page: Any) -> None:
 
 def test_lines_settings_and_copies(page: Any) -> None:
     with opened() as session:
-        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        session.chat = lambda messages, overflow=None, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
         view = session.view.chat(max_tokens=30)
         hosted = Hosted(page, view)
         hosted.first.get_by_role("button", name="Settings").click()
@@ -194,7 +194,7 @@ def test_lines_settings_and_copies(page: Any) -> None:
 
 def test_a_chat_by_keyboard_alone_and_for_a_screen_reader(page: Any) -> None:
     with opened(step_seconds=0.002) as session:
-        session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+        session.chat = lambda messages, overflow=None, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
         view = session.view.chat(max_tokens=30, suggestions=["hello"])
         hosted = Hosted(page, view)
         page.evaluate("document.getElementById('second').remove()")

@@ -23,7 +23,7 @@ from rekindle._src.notebook import Progress
 from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
 from helpers.sessions import fake_session
 session = fake_session(step_seconds=0.002)
-session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)
+session.chat = lambda messages, overflow=None, **options: session.generate(messages[-1]["content"], **options)
 """
 SHOW = {
     "dashboard": "view = session.watch(); view",

@@ -113,7 +113,9 @@ class TestViews:
     def session(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
         monkeypatch.setattr(live, "KEEP_SECONDS", 0.05)
         with opened(replace(CONFIG, cache_dir=str(tmp_path))) as session:
-            session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+            session.chat = lambda messages, overflow=None, **options: session.generate(
+                messages[-1]["content"], **options
+            )  # type: ignore[method-assign]
             yield session
 
     def test_a_conversation_is_kept_while_it_goes_on(self, session: Session, tmp_path: Path) -> None:
@@ -154,7 +156,9 @@ class TestViews:
 
     def test_a_session_that_keeps_nothing_on_disk_keeps_no_conversation(self, tmp_path: Path) -> None:
         with opened(replace(CONFIG, cache_dir=str(tmp_path), disk_memory=0)) as session:
-            session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
+            session.chat = lambda messages, overflow=None, **options: session.generate(
+                messages[-1]["content"], **options
+            )  # type: ignore[method-assign]
             view = session.view.chat(max_tokens=5)
             view.send("hello")
             view.handle.result_sync()

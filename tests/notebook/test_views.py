@@ -258,7 +258,7 @@ def test_the_dashboard_costs_little(session: Session) -> None:
 class TestChat:
     @pytest.fixture
     def view(self, slow: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChatView]:
-        def chat(messages: list[dict[str, str]], **options: object) -> object:
+        def chat(messages: list[dict[str, str]], *, overflow: str, **options: object) -> object:
             return slow.generate("".join(message["content"] for message in messages), **options)
 
         monkeypatch.setattr(slow, "chat", chat)
@@ -309,7 +309,9 @@ class TestChat:
     def test_an_answer_that_repeats_itself_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with opened(model=EchoModel(surprises=0.0)) as session:
             monkeypatch.setattr(
-                session, "chat", lambda messages, **options: session.generate(messages[-1]["content"], **options)
+                session,
+                "chat",
+                lambda messages, overflow, **options: session.generate(messages[-1]["content"], **options),
             )
             view = session.view.chat(max_tokens=200)
             try:
@@ -617,14 +619,14 @@ class TestChat:
 
         monkeypatch.setattr(view._session, "chat", spy)
         view.send("hello")
-        assert asked == [{"max_tokens": 20}], "what was not moved is the caller's"
+        assert asked == [{"overflow": "drop", "max_tokens": 20}], "what was not moved is the caller's"
         press(view, "settings")
         shown = {control["name"]: control for control in view.widget.controls}
         assert shown["temperature"]["kind"] == shown["top_p"]["kind"] == shown["max_tokens"]["kind"] == "slider"
         assert view.widget.value("max_tokens") == "20"
         view.widget.values = {**view.widget.values, "temperature": "0.7", "max_tokens": "5", "system": "Be kind"}
         view.send("more")
-        assert asked[1] == {"max_tokens": 5, "temperature": 0.7}
+        assert asked[1] == {"overflow": "drop", "max_tokens": 5, "temperature": 0.7}
         assert view.messages[0] == {"role": "system", "content": "Be kind"}
         view.widget.fill("system", "")
         view.again()

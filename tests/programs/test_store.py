@@ -256,7 +256,7 @@ OTHER_VALUES: dict[str, Any] = {
     "cache_dir": "elsewhere", "shared_cache": "elsewhere", "restore": "name", "kernels": "reference",
     "prefix_cache": False, "quiet": True,
     "page_size": 128, "deterministic": True, "generation_config": "greedy",
-    "structured": True, "projector": "elsewhere", "drafts": "none", "reply_format": "hermes",
+    "structured": True, "projector": "elsewhere", "drafts": "none", "reply_format": "hermes", "rope_scaling": "yarn:4",
     "processes": 2, "coordinator": "127.0.0.1:7000",
 }  # fmt: skip
 

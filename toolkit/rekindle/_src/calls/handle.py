@@ -366,7 +366,7 @@ class Handle(RequestOutput, Call[T_co]):
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs) or None,
             index=index,
             covered=self.covered,
-            read_by=reading(self._prompt.extensions),
+            _read_by=reading(self._prompt.extensions),
             captured=_captured(deltas),
             left_out=self.left_out,
             embedded=self.embedded,
@@ -453,7 +453,7 @@ def chat_of(source: Completion | Handle[Any], text: str) -> dict[str, Any]:
     if isinstance(source, Handle):
         extensions, messages = source._prompt.extensions, source._prompt.messages
     else:
-        extensions, messages = source.read_by, None
+        extensions, messages = source._read_by, None
     reply, budget = extensions.get(ChatReply), extensions.get(ReasoningBudget)
     continued = None if reply is None else ChatReply(reply.plan.after(source.prompt or "", text))
     return {"messages": messages, "reply": continued, "reasoning": budget}

@@ -547,7 +547,7 @@ class Completion(Drawable, ForeignNames):
     embedded: EmbeddedPrompt | None = dataclasses.field(default=None, repr=False, compare=False)  # a soft prompt
     left_out: LeftOut | None = None  # turns of a chat that the prompt leaves out, for want of room
     # How a chat's reply is read, for its forks. Copies and pickles don't know it.
-    read_by: Extensions = dataclasses.field(default=NONE, repr=False, compare=False)
+    _read_by: Extensions = dataclasses.field(default=NONE, repr=False, compare=False)
 
     if not TYPE_CHECKING:
 
@@ -646,7 +646,7 @@ class Completion(Drawable, ForeignNames):
 
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer and the reader of replies: a pickled completion is text and numbers.
-        left_out = {"decode": None, "read_by": NONE}
+        left_out = {"decode": None, "_read_by": NONE}
         return [left_out.get(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
 
 

@@ -584,13 +584,6 @@ class Sampling(Record):
         return False
 
     @property
-    def draw(self) -> Draw:
-        """The options of the draw: neutral ones after samplers that have applied them."""
-        if self.extended:
-            return Draw(0.0 if self.greedy else 1.0, 0, 1.0, 0.0)
-        return Draw(self.temperature, self.top_k, self.top_p, self.min_p)
-
-    @property
     def whole_logprobs(self) -> bool:
         """True if its log-probabilities, if it has any, need the whole vocabulary's."""
         return (self.logprobs or 0) > MAX_LOGPROBS or bool(self.logprob_token_ids) or self.logprobs_of != "raw"
@@ -662,3 +655,10 @@ def is_type(value: Any) -> bool:
     """True if `value` can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
     forms = (type, types.GenericAlias, types.UnionType)
     return isinstance(value, forms) or (type(value).__module__ == "typing" and typing.get_origin(value) is not None)
+
+
+def draw_of(sampling: Sampling) -> Draw:
+    """Return the options of the draw: neutral ones after samplers that have applied them."""
+    if sampling.extended:
+        return Draw(0.0 if sampling.greedy else 1.0, 0, 1.0, 0.0)
+    return Draw(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)

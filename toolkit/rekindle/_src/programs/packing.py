@@ -30,7 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, draw_of
 from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import PLAIN, Features
@@ -320,7 +320,7 @@ def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array |
 
 def drawing_floats(sampling: Sampling) -> tuple[float, float, float]:
     """Return the floats of the sampling options that affect how a token is drawn."""
-    draw = sampling.draw
+    draw = draw_of(sampling)
     return min(draw.temperature, _HOTTEST), draw.top_p, draw.min_p
 
 
@@ -328,7 +328,7 @@ def drawing_ints(sampling: Sampling) -> tuple[int, int, int]:
     """Return top_k and the halves of the seed, as int32."""
     seed = sampling.seed or 0
     high, low = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32).view(np.int32)
-    return min(sampling.draw.top_k, 2**31 - 1), int(high), int(low)
+    return min(draw_of(sampling).top_k, 2**31 - 1), int(high), int(low)
 
 
 def choice_of(floats: Array, top_k: Array, seeds: Array, positions: Array) -> Choice:

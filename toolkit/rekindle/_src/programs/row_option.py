@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, draw_of
 from rekindle_kernels import SMALL_TOP_K
 
 Own = TypeVar("Own")  # a feature's inputs in a step, a pytree
@@ -57,7 +57,7 @@ PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 def drawing_flags(sampling: Sampling) -> int:
     """Return the bits of the sampling options that affect how a token is drawn."""
     flags = RowFlag(0)
-    draw = sampling.draw
+    draw = draw_of(sampling)
     if not sampling.greedy:
         flags |= RowFlag.DRAWS
         flags |= RowFlag.TOP_K * (draw.top_k > 0)

@@ -26,7 +26,7 @@ _COUNTED = 8_192  # characters of reasoning that are encoded at a time to count 
 class ChatReply(Extension):
     """Of a submission: how a chat's reply is read for reasoning and calls of tools."""
 
-    plan: ReplyPlan
+    plan: ReplyPlan = dataclasses.field(repr=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
