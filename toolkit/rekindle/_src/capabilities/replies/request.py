@@ -141,4 +141,4 @@ class ReplyOutput(Part[None]):
             self._count_reasoning()
         self._end_reasoning()
         counted = {"reasoning_tokens": self._reasoning_tokens, "reasoning_seconds": self._reasoning_seconds}
-        return {"reply": reply, "read_by": self._read_by, **counted}
+        return {"reply": reply, "_read_by": self._read_by, **counted}
