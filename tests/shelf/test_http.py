@@ -13,6 +13,7 @@ import pytest
 from helpers.sessions import eventually, threads
 from rekindle import Session
 from rekindle._src.dispatch.threads import run_sync
+from rekindle._src.shelf import keeper as keepers
 from rekindle._src.shelf.keeper import Keeper
 from rekindle._src.shelf.policy import ShelfLimits
 from rekindle.errors import CheckpointError
@@ -222,7 +223,8 @@ async def test_a_client_that_leaves_while_it_waits_takes_nothing_with_it(served:
     assert answers[0].status_code == 200 and served.models["a"].log == ["open"]
 
 
-async def test_a_failed_loading_is_503_without_paths(served: Served) -> None:
+async def test_a_failed_loading_is_503_without_paths(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "RETRY_AFTER", 3600.0)  # no slow machine decides
     served.models["a"].failure = CheckpointError("/secret/folder has no config.json")
     async with served.client() as client:
         for stream in (False, True):

@@ -154,6 +154,7 @@ async def test_many_wait_for_one_loading_and_one_that_leaves_takes_nothing_with_
 async def test_a_failed_loading_is_told_to_all_and_the_next_request_tries_again(
     fakes: Fakes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(keepers, "RETRY_AFTER", 3600.0)  # no slow machine decides
     model = fakes["a"]
     model.gate.event.clear()
     model.failure = CheckpointError("no such file")
