@@ -13,6 +13,7 @@ import pytest
 from helpers.sessions import eventually, threads
 from rekindle import Session
 from rekindle._src.dispatch.threads import run_sync
+from rekindle._src.session.session import client_of
 from rekindle._src.shelf import keeper as keepers
 from rekindle._src.shelf.keeper import Keeper
 from rekindle._src.shelf.policy import ShelfLimits
@@ -56,12 +57,17 @@ class FakeCheckpoint:
         session, self.session = self.session, None
         if session is not None:
             self.log.append("close")
-            session.check_integrity()
+            if not session.closed:
+                session.check_integrity()
             await session.aclose()
 
     @property
     def live(self) -> int:
-        return 0 if self.session is None else self.session.stats().live
+        return 0 if self.session is None else client_of(self.session).host.limiter.inside
+
+    @property
+    def ended(self) -> bool:
+        return self.session is not None and self.session.closed
 
     admitted = 0
 
@@ -152,6 +158,16 @@ async def test_a_request_loads_its_model_and_models_say_which_are_awake(served: 
         assert (await client.post("/v1/chat/completions", json=chat)).status_code == 200
         tokens = await client.post("/tokenize", json={"model": "c", "prompt": "Hi"})
         assert tokens.json()["count"] == 2 and "rekindle" in (await client.get("/metrics")).text
+
+
+async def test_a_model_whose_session_was_closed_is_loaded_again(served: Served) -> None:
+    async with served.client() as client:
+        assert (await client.post("/v1/completions", json=completion("a"))).status_code == 200
+        session = served.models["a"].session
+        assert session is not None
+        await session.aclose()
+        assert (await client.post("/v1/completions", json=completion("a"))).status_code == 200
+    assert served.models["a"].log == ["open", "close", "open"]
 
 
 async def test_models_are_loaded_and_unloaded_by_name(served: Served) -> None:

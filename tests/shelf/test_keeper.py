@@ -44,6 +44,7 @@ class FakeModel:
         self.log: list[str] = []
         self.gate = Gate()
         self.live = self.admitted = 0
+        self.ended = False
         self.progress = ""
         self.failure: Exception | None = None
         self.on_request: Callable[[], object] | None = None
@@ -76,7 +77,7 @@ class FakeModel:
     async def close(self) -> None:
         if self.session is not None:
             self.log.append("close")
-        self.session = None
+        self.session, self.ended = None, False
         self.held.pop(self.name, None)
 
 
@@ -204,6 +205,20 @@ async def test_a_model_in_use_never_sleeps(fakes: Fakes) -> None:
         assert not order and fakes["a"].log == ["open"]
         fakes["a"].live = 0
     assert order == ["b"] and fakes["a"].log == ["open", "sleep"]
+
+
+async def test_a_session_that_has_ended_is_no_use_and_is_opened_again(fakes: Fakes) -> None:
+    """Its user closed it, or its engine crashed: awake, asleep, and with requests that never end."""
+    async with fakes.use("a"):
+        fakes["a"].ended, fakes["a"].live = True, 1
+        async with fakes.use("b"):
+            assert fakes["a"].log == ["open", "close"]
+    fakes["a"].live = 0
+    async with fakes.use("a"):
+        assert fakes.state("b") is ModelState.SLEEPING
+    fakes["b"].ended = True
+    async with fakes.use("b"):
+        assert fakes["b"].log == ["open", "sleep", "close", "open"]
 
 
 async def test_a_request_in_a_sleeping_session_wakes_it(fakes: Fakes) -> None:

@@ -247,7 +247,7 @@ class ServedOnDemand(ServedModel):
 
     def open(self) -> ServedSession:
         session: ServedSession | None = self.session
-        if session is None:
+        if session is None or session.closed:
             raise unavailable(f"the model {self.name!r} is not loaded; a request loads it")
         return session
 

@@ -100,17 +100,27 @@ class CheckpointModel:
             gc.collect()  # programs are parts of cycles
             memory.give_back()
 
+    # Other threads read these while the keeper's sets the session to None.
+
+    @property
+    def ended(self) -> bool:
+        session = self.session
+        return session is not None and session.closed
+
     @property
     def live(self) -> int:
-        return 0 if self.session is None else client_of(self.session).host.limiter.inside
+        session = self.session
+        return 0 if session is None else client_of(session).host.limiter.inside
 
     @property
     def admitted(self) -> int:
-        return 0 if self.session is None else client_of(self.session).host.limiter.admitted
+        session = self.session
+        return 0 if session is None else client_of(session).host.limiter.admitted
 
     @property
     def progress(self) -> str:
-        return "" if self._read is None else f"weights {self._read.share}"
+        read = self._read
+        return "" if read is None else f"weights {read.share}"
 
     @property
     def _opened(self) -> Session:

@@ -37,7 +37,7 @@ RETRY_AFTER = 1.0  # seconds after a failed loading, at least, in which requests
 
 
 class Loadable(Protocol):
-    """One model as its keeper changes it. All of it but `live` and `progress` is called in the keeper's thread."""
+    """One model as its keeper changes it. All methods are called in the keeper's thread, properties in any."""
 
     session: Any  # while it is open, awake or asleep
 
@@ -52,6 +52,11 @@ class Loadable(Protocol):
 
     async def wake(self) -> None: ...
     async def close(self) -> None: ...
+
+    @property
+    def ended(self) -> bool:
+        """True if its session takes no requests any more, though `close` was not called: it crashed, for example."""
+        ...
 
     @property
     def live(self) -> int:
@@ -103,7 +108,9 @@ class KeptModel:
     def refresh(self, now: float) -> None:
         """Bring what the rule reads up to date."""
         row = self.row
-        row.busy = bool(self.leases) or (row.state is ModelState.LOADED and self.model.live > 0)
+        row.ended = row.state in (ModelState.LOADED, ModelState.SLEEPING) and self.model.ended
+        used = bool(self.leases) or (row.state is ModelState.LOADED and self.model.live > 0)
+        row.busy = used and not row.ended
         if row.busy or self.model.admitted != self._admitted:
             row.used_at, self._admitted = now, self.model.admitted
         times = [waiter.since for waiter in self.line] + ([] if self.wanted_since is None else [self.wanted_since])
@@ -210,6 +217,7 @@ class Keeper:
         with self._lock:
             self.check()
             now = self.clock()
+            self._refreshed(now)
             if entry.failure is not None and now < entry.failed_until and entry.row.state is ModelState.UNLOADED:
                 raise fresh(entry.failure)
             if len(entry.line) >= MOST_WAITING:
@@ -222,7 +230,8 @@ class Keeper:
 
     def _check_holder(self, entry: KeptModel, holder: object) -> None:
         """Refuse to wait for a model that another one, which the same task uses, leaves no room for."""
-        own = [other for other in self.entries.values() if any(lease.holder == holder for lease in other.leases)]
+        others = [other for other in self.entries.values() if not other.row.ended]
+        own = [other for other in others if any(lease.holder == holder for lease in other.leases)]
         if not own or entry in own:
             return
         count = len(own) + 1
@@ -497,6 +506,7 @@ class Keeper:
             log.warning("closing %r failed: %s", entry.row.name, error)
         with self._lock:
             entry.row.state, entry.row.leaves_at, entry.wanted_since = ModelState.UNLOADED, None, None
+            entry.leases.clear()  # of a session that had ended
             gone, entry.gone = entry.gone, []
         for one in gone:
             one.put(None)

@@ -44,6 +44,7 @@ class ModelRow:
     state: ModelState = ModelState.UNLOADED
     nbytes: int | None = None  # of weights and pages, on the device; None until it was planned
     busy: bool = False  # requests use it
+    ended: bool = False  # its session was closed by others, or crashed: it is to be unloaded
     waiting_since: float | None = None  # when the first of the requests came that wait for it
     loaded_at: float = 0.0  # or woken
     used_at: float = 0.0  # when a request last used it
@@ -88,6 +89,9 @@ class NextChange(NamedTuple):
 
 def next_step(rows: Collection[ModelRow], limits: ShelfLimits, now: float) -> NextChange:
     """Return the next change to make. No other one is being made."""
+    ended = next((row for row in rows if row.ended), None)
+    if ended is not None:
+        return NextChange(Transition.UNLOAD, ended.name)
     steps = [_unload(rows, limits, now)]
     head = head_of_line(rows)
     if steps[0].action is None and head is not None:
@@ -98,7 +102,7 @@ def next_step(rows: Collection[ModelRow], limits: ShelfLimits, now: float) -> Ne
 
 def admits(row: ModelRow, rows: Collection[ModelRow], limits: ShelfLimits, now: float) -> bool:
     """True if a new request may use a model at once: it is loaded, and no other model's turn has come."""
-    if row.state is not ModelState.LOADED or row.leaves_at is not None:
+    if row.state is not ModelState.LOADED or row.ended or row.leaves_at is not None:
         return False
     if now < row.turn_ends:
         return True
