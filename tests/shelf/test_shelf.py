@@ -124,12 +124,16 @@ def test_an_unknown_name_is_told_the_others() -> None:
     assert "tiny" in shelf and "huge" not in shelf and len(shelf) == 1 and [*shelf] == ["tiny"]
 
 
-@pytest.mark.thorough
-def test_one_that_nothing_refers_to_ends_by_itself() -> None:
-    shelf = rekindle.shelf(["tiny"], **OPTIONS)
-    with shelf["tiny"].use() as session:
+def test_a_shelf_stays_as_long_as_one_of_its_models_and_no_longer() -> None:
+    model = rekindle.shelf(["tiny"], **OPTIONS)["tiny"]
+    gc.collect()
+    assert not model.closed
+    use = model.use()
+    del model
+    gc.collect()
+    with use as session:
         gone = weakref.ref(session)
-    del shelf, session
+    del use, session
     gc.collect()
     eventually(lambda: gone() is None)
 

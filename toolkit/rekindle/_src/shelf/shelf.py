@@ -93,8 +93,8 @@ class ShelfStats(Record):
 class Use(Drawable):
     """`async with shelf["name"].use() as session`, or `with`: the model is loaded, and does not sleep in the block."""
 
-    def __init__(self, keeper: Keeper, name: str) -> None:
-        self._keeper, self._name = keeper, name
+    def __init__(self, shelf: Shelf, keeper: Keeper, name: str) -> None:
+        self._shelf, self._keeper, self._name = shelf, keeper, name  # a shelf without references is closed
         self._leases: list[Lease] = []
 
     async def __aenter__(self) -> Session:
@@ -119,7 +119,8 @@ class Use(Drawable):
 class ShelfModel:
     """One model of a shelf: `shelf["name"]`."""
 
-    def __init__(self, keeper: Keeper, entry: KeptModel, model: CheckpointModel) -> None:
+    def __init__(self, shelf: Shelf, keeper: Keeper, entry: KeptModel, model: CheckpointModel) -> None:
+        self._shelf = shelf  # one without references is closed: a server may have its models alone
         self._keeper, self._entry, self._model = keeper, entry, model
 
     @property
@@ -166,7 +167,7 @@ class ShelfModel:
 
     def use(self) -> Use:
         """Use the session within a block: `async with shelf["name"].use() as session`. It does not sleep meanwhile."""
-        return Use(self._keeper, self.name)
+        return Use(self._shelf, self._keeper, self.name)
 
     def unload(self) -> Call[None]:
         """Await it to close the model's session, once no request uses it. The next request loads the model again."""
@@ -218,7 +219,7 @@ class Shelf(Mapping[str, ShelfModel]):
     def __init__(self, models: Mapping[str, CheckpointModel], limits: ShelfLimits) -> None:
         self._keeper = Keeper(models, limits, default_memory=default_memory)
         entries = self._keeper.entries
-        self._models = {name: ShelfModel(self._keeper, entries[name], model) for name, model in models.items()}
+        self._models = {name: ShelfModel(self, self._keeper, entries[name], model) for name, model in models.items()}
         self._servers: list[Server] = []
         _keepers.add(self._keeper)
         if not _registered:
