@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -185,6 +186,33 @@ async def test_a_failed_loading_is_told_to_all_and_the_next_request_tries_again(
     with pytest.raises(CheckpointError, match="it is gone"):
         await fakes.keeper.lease("a")
     assert model.log == ["open", "open", "sleep", "wake", "close"] and fakes.state("a") is ModelState.UNLOADED
+
+
+async def test_the_error_of_a_loading_does_not_keep_what_was_read(fakes: Fakes) -> None:
+    class Weights:
+        pass
+
+    kept: list[weakref.ref[Weights]] = []
+    gone_at_close: list[bool] = []
+    model = fakes["a"]
+    close = model.close
+
+    async def read() -> None:
+        weights = Weights()
+        kept.append(weakref.ref(weights))
+        try:
+            raise OSError("the disk is gone")
+        except OSError as error:
+            raise CheckpointError("it ends early") from error
+
+    async def closing() -> None:
+        gone_at_close.append(kept[0]() is None)
+        await close()
+
+    model.open, model.close = read, closing  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError, match="it ends early"):
+        await fakes.keeper.lease("a")
+    assert fakes.keeper.entries["a"].failure is not None and gone_at_close == [True]
 
 
 async def test_a_model_in_use_never_sleeps(fakes: Fakes) -> None:

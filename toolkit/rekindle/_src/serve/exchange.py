@@ -18,6 +18,7 @@ import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
+from rekindle._src.core.error_frames import forget_frames
 from rekindle._src.core.version import VERSION
 from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.bodies import (
@@ -408,28 +409,13 @@ async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awai
             log.error("%s %s failed: %r", exchange.scope["path"], exchange.request_id, error, exc_info=error)
         if isinstance(error, QueueFull):
             refused.retry_after = exchange.service.life.retry_after
+        # They hold the body and all that was made of it, and one of them the error: a cycle.
         forget_frames(error)
         try:
             await exchange.fail(refused, dialect)
         except OSError:  # the connection is gone
             return 499
         return refused.status
-
-
-def forget_frames(error: BaseException) -> None:
-    """Cut an error and its causes off the frames that they came through.
-
-    These frames hold the body and all that was made of it, and one of them holds the error: a cycle, which would stay
-    until Python's collector finds it.
-    """
-    errors, seen = [error], set[int]()
-    while errors:
-        one = errors.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            errors += [other for other in (one.__cause__, one.__context__) if other is not None]
-            errors += one.exceptions if isinstance(one, BaseExceptionGroup) else ()
 
 
 async def _watch(receive: Receive, scope: anyio.CancelScope) -> None:

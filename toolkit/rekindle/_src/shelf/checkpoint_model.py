@@ -31,6 +31,7 @@ class CheckpointModel:
         self._fitted: dict[str, Any] = {}  # options that make it fit the shelf
         self._contexts = capture_contexts()
         self._read: LoadProgress | None = None
+        self._begun = False  # True once it may hold memory
         self.session: Session | None = None
 
     @property
@@ -73,6 +74,7 @@ class CheckpointModel:
             if told is not None:
                 told(progress)
 
+        self._begun = True
         try:
             with self._contexts():
                 opening = open(self._model, **{**self._options, **self._fitted, "progress": report})
@@ -94,11 +96,15 @@ class CheckpointModel:
 
     async def close(self) -> None:
         session, self.session = self.session, None
-        if session is not None:
-            await session.aclose()
+        begun, self._begun = self._begun, False
+        try:
+            if session is not None:
+                await session.aclose()
+        finally:
             del session
-            gc.collect()  # programs are parts of cycles
-            memory.give_back()
+            if begun:
+                gc.collect()  # programs are parts of cycles, and so are weights of an opening that failed
+                memory.give_back()
 
     # Other threads read these while the keeper's sets the session to None.
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import anyio
 
+from rekindle._src.core.error_frames import forget_frames
 from rekindle._src.dispatch.threads import LoopWaker, OneShot, caller, current_waker, fresh
 from rekindle._src.shelf.policy import (
     ModelRow,
@@ -441,6 +442,7 @@ class Keeper:
         except Exception as error:
             now = self.clock()
             log.error("the model %r could not be loaded: %s", entry.row.name, error)
+            forget_frames(error)  # it is kept, and they hold what was read so far
             with self._lock:
                 entry.row.state = ModelState.UNLOADED
                 entry.failure, entry.failed_until = error, now + max(RETRY_AFTER, now - began)
@@ -457,7 +459,9 @@ class Keeper:
                     await bring()
                 if self._closing:
                     return
-            except BaseException:
+            except BaseException as error:
+                log.debug("the model %r could not be loaded", row.name, exc_info=error)
+                forget_frames(error)  # they hold arrays of the model, which `close` collects
                 await self._close(entry)  # of one that could not wake, too: its requests end
                 raise
             finally:
