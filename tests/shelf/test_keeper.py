@@ -279,6 +279,20 @@ async def test_a_task_does_not_wait_for_what_it_prevents_itself(fakes: Fakes) ->
             pass
 
 
+async def test_nor_for_one_whose_size_is_not_known_yet() -> None:
+    fakes = Fakes(limits=ShelfLimits(memory=25))
+    fakes["b"].size = 20
+    async with fakes.use("a"):
+        async with fakes.use("c"):
+            pass
+        with pytest.raises(InvalidRequest, match="no room for both"):
+            await fakes.keeper.lease("b")
+    async with fakes.use("b"):
+        assert fakes.held == {"b": 20}
+    fakes.keeper.close()
+    await fakes.keeper.ended.get()
+
+
 async def test_lines_are_bounded(fakes: Fakes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepers, "MOST_WAITING", 2)
     fakes["a"].gate.event.clear()

@@ -242,6 +242,16 @@ class Keeper:
             problem = f"is awaited by the task that uses {names}, and there is no room for both"
             raise InvalidRequest("name", entry.row.name, problem, "End that use first, or raise max_loaded or memory")
 
+    def _check_holders(self, entry: KeptModel) -> None:
+        """Check the line of a model again, whose size is known now."""
+        self._refreshed(self.clock())
+        for waiter in tuple(entry.line):
+            try:
+                self._check_holder(entry, waiter.holder)
+            except InvalidRequest as error:
+                entry.line.remove(waiter)
+                waiter.granted.fail(error)
+
     async def lease(self, name: str) -> Lease:
         """Return a lease once the model is loaded."""
         return self.lease_now(name) or await self.wait(name)
@@ -422,6 +432,8 @@ class Keeper:
                 self.limits = self.limits._replace(memory=await anyio.to_thread.run_sync(self._default_memory))
                 self._default_memory = None
             entry.row.nbytes = await anyio.to_thread.run_sync(entry.model.plan, self.limits.memory)
+            with self._lock:
+                self._check_holders(entry)
 
     def _refuse(self, entry: KeptModel) -> None:
         needed, memory = entry.row.nbytes or 0, self.limits.memory or 0

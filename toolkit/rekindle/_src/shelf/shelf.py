@@ -166,7 +166,11 @@ class ShelfModel:
             return session
 
     def use(self) -> Use:
-        """Use the session within a block: `async with shelf["name"].use() as session`. It does not sleep meanwhile."""
+        """Use the session within a block: `async with shelf["name"].use() as session`. It does not sleep meanwhile.
+
+        A block within a block is refused where there is no room for both models. Don't await a sleeping session of
+        another model in it, which would wait for the end of the block: `use` that one, too.
+        """
         return Use(self._shelf, self._keeper, self.name)
 
     def unload(self) -> Call[None]:
