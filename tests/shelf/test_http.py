@@ -17,7 +17,7 @@ from rekindle._src.session.session import client_of
 from rekindle._src.shelf import keeper as keepers
 from rekindle._src.shelf.keeper import Keeper
 from rekindle._src.shelf.policy import ShelfLimits
-from rekindle.errors import CheckpointError
+from rekindle.errors import CheckpointError, OutOfMemory
 from serve.conftest import chatting_session
 from shelf.test_keeper import Gate
 
@@ -31,7 +31,8 @@ class FakeCheckpoint:
 
     def __init__(self) -> None:
         self.session: Session | None = None
-        self.gate, self.failure, self.progress = Gate(), None, "weights 1 of 2 MB"
+        self.gate, self.progress = Gate(), "weights 1 of 2 MB"
+        self.failure: Exception | None = None
         self.adapters: tuple[str, ...] = ()
         self.log: list[str] = []
         self.on_request: Callable[[], object] | None = None
@@ -251,6 +252,13 @@ async def test_a_failed_loading_is_503_without_paths(served: Served, monkeypatch
         assert (await client.post("/v1/completions", json=completion("b"))).status_code == 200
 
 
+async def test_what_never_fits_is_503_without_retry_after(served: Served) -> None:
+    served.models["a"].failure = OutOfMemory("'a' takes 30 MiB")
+    async with served.client() as client:
+        answer = await client.post("/v1/completions", json=completion("a"))
+    assert answer.status_code == 503 and "retry-after" not in answer.headers
+
+
 async def test_a_model_does_not_sleep_while_it_streams(served: Served) -> None:
     async with served.client() as client, anyio.create_task_group() as group:
         other: list[httpx.Response] = []
@@ -296,6 +304,8 @@ async def test_a_waiting_request_can_be_aborted(served: Served) -> None:
         group.start_soon(ask)
         while not served.line("a"):  # noqa: ASYNC110
             await anyio.sleep(0.005)
+        twice = await client.post("/v1/completions", json=completion("a", request_id="mine"))
+        assert twice.status_code == 400 and "lives already" in twice.text, "it does not say that loading failed"
         assert (await client.post("/abort", json={"request_id": "mine"})).json() == {"aborted": ["mine"]}
     assert answers[0].status_code == 499
     served.models["a"].gate.event.set()

@@ -20,7 +20,7 @@ from rekindle._src.core.pictures import PictureCost
 from rekindle._src.core.records import Status, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.serve.errors import ApiError, unavailable
-from rekindle.errors import ConfigError, QueueFull, RequestAborted, SessionClosed
+from rekindle.errors import Busy, ConfigError, OutOfMemory, QueueFull, RequestAborted, SessionClosed
 
 
 class HandleLike(Protocol):
@@ -270,10 +270,12 @@ class ServedOnDemand(ServedModel):
                     place.cancel()  # also where the server began to end before it knew of the wait
                     raise
             return lent
-        except (QueueFull, RequestAborted, SessionClosed):
+        except (ApiError, Busy, QueueFull, RequestAborted, SessionClosed):
             raise
         except Exception as error:  # the shelf has logged it; paths are not for clients
-            raise unavailable(f"the model {self.name!r} could not be loaded; the server's log says why") from error
+            problem = f"the model {self.name!r} could not be loaded; the server's log says why"
+            again = None if isinstance(error, OutOfMemory) else 5  # what does not fit won't in a while
+            raise unavailable(problem, retry_after=again) from error
 
     def _progress(self) -> str:
         return ", ".join(filter(None, (f"the model is {self._source.state}", self._source.progress)))
