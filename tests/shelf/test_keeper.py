@@ -260,6 +260,22 @@ async def test_a_request_in_a_sleeping_session_wakes_it(fakes: Fakes) -> None:
     assert fakes["b"].log == ["open", "sleep"]
 
 
+async def test_requests_in_a_sleeping_session_are_answered_before_it_is_unloaded(fakes: Fakes) -> None:
+    async with fakes.use("a"):
+        pass
+    async with anyio.create_task_group() as group:
+        async with fakes.use("b"):
+            assert fakes["a"].on_request is not None
+            fakes["a"].live = 1
+            fakes["a"].on_request()
+            group.start_soon(fakes.keeper.unload, "a")
+            await anyio.wait_all_tasks_blocked()
+            await anyio.to_thread.run_sync(eventually, lambda: fakes.keeper.entries["a"].row.busy)
+        await anyio.to_thread.run_sync(eventually, lambda: fakes.state("a") is ModelState.LOADED)
+        fakes["a"].live = 0
+    assert fakes["a"].log == ["open", "sleep", "wake", "close"]
+
+
 async def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     fakes = Fakes(limits=ShelfLimits(memory=25 << 20))
     fakes["a"].size, fakes["b"].size = 30 << 20, 20 << 20

@@ -109,9 +109,9 @@ class KeptModel:
     def refresh(self, now: float) -> None:
         """Bring what the rule reads up to date."""
         row = self.row
-        row.ended = row.state in (ModelState.LOADED, ModelState.SLEEPING) and self.model.ended
-        used = bool(self.leases) or (row.state is ModelState.LOADED and self.model.live > 0)
-        row.busy = used and not row.ended
+        there = row.state in (ModelState.LOADED, ModelState.SLEEPING)
+        row.ended = there and self.model.ended
+        row.busy = not row.ended and (bool(self.leases) or (there and self.model.live > 0))
         if row.busy or self.model.admitted != self._admitted:
             row.used_at, self._admitted = now, self.model.admitted
         times = [waiter.since for waiter in self.line] + ([] if self.wanted_since is None else [self.wanted_since])
