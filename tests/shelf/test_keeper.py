@@ -346,6 +346,19 @@ async def test_one_unloads_after_its_requests_and_the_next_loads_it_again(fakes:
         assert fakes["a"].log == ["open", "close", "open"]
 
 
+async def test_an_unload_that_is_cancelled_leaves_the_model_open_for_all(fakes: Fakes) -> None:
+    async with fakes.use("a"):
+        async with anyio.create_task_group() as group:
+            group.start_soon(fakes.keeper.unload, "a")
+            await anyio.wait_all_tasks_blocked()
+            waiter = fakes.keeper.wait("a")  # until it was unloaded
+            group.cancel_scope.cancel()
+        (await waiter).release()
+        async with fakes.use("a"):
+            pass
+    assert fakes["a"].log == ["open"]
+
+
 async def test_idle_ones_are_unloaded() -> None:
     fakes = Fakes(limits=ShelfLimits(idle_unload=0.02))
     async with fakes.use("a"):

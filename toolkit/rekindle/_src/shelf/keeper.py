@@ -297,7 +297,15 @@ class Keeper:
             gone: OneShot[None] = OneShot()
             entry.gone.append(gone)
         self._look()
-        await gone.get()
+        try:
+            await gone.get()
+        except BaseException:  # cancelled: a model in use takes requests again
+            with self._lock:
+                if gone in entry.gone:
+                    entry.gone.remove(gone)
+                    entry.row.leaves_at = entry.row.leaves_at if entry.gone else None
+            self._look()
+            raise
 
     def close(self) -> None:
         """Begin the end: lines end with `SessionClosed`, loading is given up, sessions are closed. Returns at once."""
