@@ -293,6 +293,32 @@ async def test_the_end_while_one_is_loaded(served: Served) -> None:
     assert served.line("a") == 0
 
 
+async def test_a_drain_answers_the_requests_that_wait_for_their_model(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rekindle._src.serve import exchange
+
+    monkeypatch.setattr(exchange, "PROGRESS_SECONDS", 0.01)
+    gate = served.models["a"].gate.event
+    gate.clear()
+    lines: list[str] = []
+
+    async def drain() -> None:
+        await served.server.aclose(drain=60.0)
+
+    body = completion("a", stream=True)
+    async with served.client() as client, anyio.create_task_group() as group:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line.startswith(": the model is loading") and not gate.is_set():
+                    group.start_soon(drain)
+                    while not served.server.closed:  # noqa: ASYNC110
+                        await anyio.sleep(0.005)
+                    gate.set()
+                lines.append(line)
+    assert lines[-2] == "data: [DONE]" and not any('"error"' in line for line in lines), lines
+
+
 async def test_a_waiting_request_can_be_aborted(served: Served) -> None:
     served.models["a"].gate.event.clear()
     async with served.client() as client, anyio.create_task_group() as group:

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -194,7 +194,9 @@ class Exchange:
         self.caller: str = self.key.hex() or address_of(scope.get("client"))
         self.account: Account = service.ledger.account(self.caller)
         self._lent: LentModel | None = None  # the use of a model that is loaded on demand
-        self._progress: Callable[[], str] | None = None  # of a wait for one
+        self._wait = ExitStack()  # for one: the request is in progress, so that a server that ends waits for it
+        self._waited: Active | None = None
+        self._progress: Callable[[], str] | None = None  # of that wait
         self._news: anyio.Event | None = None  # set when such a wait begins, for the heartbeat
 
     def rename(self, request_id: str) -> None:
@@ -203,9 +205,13 @@ class Exchange:
             raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
         self.request_id, self._named = request_id, True
 
-    def takes_on(self, tokens: int) -> AbstractContextManager[Active]:
+    @contextmanager
+    def takes_on(self, tokens: int) -> Iterator[Active]:
         """Register the request with about `tokens` tokens in its prompts; see `Life.request`."""
-        return self.service.life.request(self.request_id, self.key, tokens, named=self._named)
+        life, since = self.service.life, self._waited
+        with life.request(self.request_id, self.key, tokens, named=self._named, since=since) as active:
+            self._end_wait()
+            yield active
 
     def holds(self, lent: LentModel) -> None:
         """Release the use of a model at the end of the request, unless `let_go` does before."""
@@ -213,21 +219,29 @@ class Exchange:
 
     def let_go(self) -> None:
         """End the use of a model."""
+        self._end_wait()
         if self._lent is not None:
             self._lent.release()
 
     @contextmanager
     def waits(self, place: InLine, progress: Callable[[], str]) -> Iterator[None]:
-        """Count as a request of the server while its model is loaded; a stream says how far that is."""
-        with self.takes_on(0) as active:
-            active.handles.append(place)
-            self._progress = progress
-            if self._news is not None:
-                self._news.set()
-            try:
-                yield
-            finally:
-                self._progress = self._news = None
+        """Count as a request of the server while its model is loaded, and until `takes_on`; a stream says how far it
+        is."""
+        life, since = self.service.life, self._waited
+        wait = life.request(self.request_id, self.key, 0, named=self._named, since=since)
+        self._waited = self._wait.enter_context(wait)
+        self._waited.handles.append(place)
+        self._progress = progress
+        if self._news is not None:
+            self._news.set()
+        try:
+            yield
+        finally:
+            self._progress = self._news = None
+
+    def _end_wait(self) -> None:
+        self._waited = None
+        self._wait.close()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""

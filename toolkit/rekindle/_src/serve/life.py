@@ -75,14 +75,18 @@ class Life:
             raise unavailable("the server is shutting down. Send the request again, to the server that follows it")
 
     @contextmanager
-    def request(self, request_id: str, key: bytes, tokens: int, *, named: bool = True) -> Iterator[Active]:
+    def request(
+        self, request_id: str, key: bytes, tokens: int, *, named: bool = True, since: Active | None = None
+    ) -> Iterator[Active]:
         """Admit a request with about `tokens` tokens in its prompts. At its end, abort its unfinished handles.
 
         `named`: the id comes from the body, so it must be unique; a header's id need not be, since proxies trace
         several requests by one. Raise `ApiError` if the server drains, too many tokens wait, or a request of this key
-        with this id is in progress; what others call theirs is no reason.
+        with this id is in progress; what others call theirs is no reason. `since` is this request while it waited for
+        its model: it is admitted, also if the server drains by now.
         """
-        self.check()
+        if since is None or self.cut:
+            self.check()
         if self.queued_tokens and self.queued_tokens + tokens > self.max_queued_tokens:
             raise ApiError(
                 429,
@@ -92,7 +96,8 @@ class Life:
                 code="queue_full",
                 retry_after=self.retry_after,
             )
-        if named and any(other.named and (other.id, other.key) == (request_id, key) for other in self.active):
+        others = (other for other in self.active if other.named and other is not since)
+        if named and any((other.id, other.key) == (request_id, key) for other in others):
             raise ApiError(400, f"request_id={request_id!r}: lives already. Use a new one", param="request_id")
         active = Active(self, request_id, key, tokens, named=named)
         self.active.add(active)
