@@ -190,7 +190,15 @@ def test_kept_items_are_bounded() -> None:
         kept.get("", "4", "input[0].id")
     kept.keep("", [item("longer", "a" * 200)])
     assert kept.characters == 0
+    kept.keep("", [item("same", "a")])
+    kept.keep("", [item("same", "aa")])
+    assert kept.characters == len("same") + 2, "an id counts once"
+    kept.keep("", [item("longest", "a" * 200)])
 
+    for address in map(str, range(9)):
+        kept.keep(address, [])
+        kept.keep(address, [item("too long", "a" * 200)])
+    assert not kept._items and not kept._characters, "callers without items are forgotten"
     for index in range(3):
         kept.keep("one", [item(f"one {index}", "a")])
     for index in range(9):

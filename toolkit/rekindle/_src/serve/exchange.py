@@ -99,25 +99,33 @@ class KeptItems:
         self._most_items, self._most_characters = most_items, most_characters
         self._items: dict[str, OrderedDict[str, tuple[Mapping[str, Any], int]]] = {}  # by caller
         self._characters = Counter[str]()  # by caller
+        self._count = 0
+        self.characters = 0  # of all items
 
     def keep(self, caller: str, items: Sequence[Mapping[str, Any]]) -> None:
         """Keep the text of items for the caller with this key, or at this address."""
+        if not items:
+            return
         own = self._items.setdefault(caller, OrderedDict())
         for item in items:
             content = [{"type": part["type"], "text": part["text"]} for part in item.get("content", ())]
             entry = {**item, "content": content} if "content" in item else dict(item)
             size = characters_of(entry)
+            _, before = own.get(item["id"], (None, 0))
+            self._count += item["id"] not in own
             own[item["id"]] = entry, size
-            self._characters[caller] += size
-        while sum(map(len, self._items.values())) > self._most_items or self.characters > self._most_characters:
+            self._add(caller, size - before)
+        while self._count > self._most_items or self.characters > self._most_characters:
             largest = max(self._items, key=self._share)
             _, (_, size) = self._items[largest].popitem(last=False)
-            self._characters[largest] -= size
+            self._count -= 1
+            self._add(largest, -size)
+            if not self._items[largest]:
+                del self._items[largest], self._characters[largest]
 
-    @property
-    def characters(self) -> int:
-        """The number of characters of all items."""
-        return self._characters.total()
+    def _add(self, caller: str, characters: int) -> None:
+        self._characters[caller] += characters
+        self.characters += characters
 
     def _share(self, caller: str) -> float:
         """Return how much of the room for items and for characters a caller takes, together."""
