@@ -122,12 +122,20 @@ class Simulation:
         self.running[one.name].append(self.now + seconds)
         one.busy, one.used_at = True, self.now
 
+    def let_in(self, one: ModelRow, seconds: float) -> None:
+        line, self.lines[one.name], one.waiting_since = self.lines[one.name], [], None
+        for began in line:
+            self.run(one, seconds, self.now - began)
+
     def settle(self, seconds: float) -> None:
         """Let requests end, and make every change that is due."""
         while True:
             for one in self.rows:
                 self.running[one.name] = [end for end in self.running[one.name] if end > self.now]
                 one.busy = bool(self.running[one.name])
+            for one in self.rows:  # a rival may have found other room meanwhile
+                if self.lines[one.name] and admits(one, self.rows, self.limits, self.now):
+                    self.let_in(one, seconds)
             step = next_step(self.rows, self.limits, self.now)
             if step.action is None:
                 return
@@ -142,9 +150,7 @@ class Simulation:
                     self.now += self.cost
                     self.switches += 1
                     one.state, one.loaded_at, one.seconds = LOADED, self.now, self.cost
-                    line, self.lines[one.name], one.waiting_since = self.lines[one.name], [], None
-                    for began in line:
-                        self.run(one, seconds, self.now - began)
+                    self.let_in(one, seconds)
             held = [entry.nbytes or 0 for entry in self.rows if entry.state is LOADED]
             assert sum(held) <= (self.limits.memory or 1 << 40)
             assert len(held) <= (self.limits.max_loaded or 1 << 40)
