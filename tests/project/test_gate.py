@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -172,3 +174,18 @@ def _reads_a_clock(call: ast.Call) -> bool:
         and isinstance(function.value, ast.Name)
         and function.value.id == "time"
     )
+
+
+@pytest.mark.skipif(os.name != "posix", reason="processes are ended by their number")
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_section_ends_with_its_shell_whatever_runs_in_the_background(
+    kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    module = deep()
+    monkeypatch.setattr(module, "WORK", tmp_path)
+    run = "tail -f /dev/null & echo left $!; echo '= 1 passed in 0.20s ='"
+    monkeypatch.setattr(module, "SECTIONS", {"soap": {"about": "nothing", "run": run}})
+    assert module.run(Path(sys.executable), "soap", kept=kept).word == "passed"
+    printed = (tmp_path / "soap.txt").read_text()
+    os.kill(int(printed.split()[1]), signal.SIGKILL)
+    assert printed.encode() in capfdbinary.readouterr().out

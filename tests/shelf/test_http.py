@@ -307,15 +307,18 @@ async def test_a_drain_answers_the_requests_that_wait_for_their_model(
         await served.server.aclose(drain=60.0)
 
     body = completion("a", stream=True)
-    async with served.client() as client, anyio.create_task_group() as group:
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            async for line in answer.aiter_lines():
-                if line.startswith(": the model is loading") and not gate.is_set():
-                    group.start_soon(drain)
-                    while not served.server.closed:  # noqa: ASYNC110
-                        await anyio.sleep(0.005)
-                    gate.set()
-                lines.append(line)
+    async with (
+        served.client() as client,
+        anyio.create_task_group() as group,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        async for line in answer.aiter_lines():
+            if line.startswith(": the model is loading") and not gate.is_set():
+                group.start_soon(drain)
+                while not served.server.closed:  # noqa: ASYNC110
+                    await anyio.sleep(0.005)
+                gate.set()
+            lines.append(line)
     assert lines[-2] == "data: [DONE]" and not any('"error"' in line for line in lines), lines
 
 
