@@ -1,4 +1,4 @@
-"""Errors that are kept without the frames that they came through."""
+"""Errors without their frames, to be kept."""
 
 from __future__ import annotations
 

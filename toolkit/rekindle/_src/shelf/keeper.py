@@ -243,7 +243,7 @@ class Keeper:
             raise InvalidRequest("name", entry.row.name, problem, "End that use first, or raise max_loaded or memory")
 
     def _check_holders(self, entry: KeptModel) -> None:
-        """Check the line of a model again, whose size is known now."""
+        """Check a line again, now that the size of its model is known."""
         self._refreshed(self.clock())
         for waiter in tuple(entry.line):
             try:
