@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,25 @@ async def test_a_function_chooses_the_messages(session: Session) -> None:
     assert done.left_out is not None and done.left_out.turns == 29
     await session.chat(long_chat(1), overflow=summarised, max_tokens=8)
     assert len(seen) == 1, "asked only where there is no room"
+
+
+@anyio_test
+async def test_a_session_pauses_while_a_function_asks_it(session: Session) -> None:
+    asked, paused = threading.Event(), threading.Event()
+
+    def asking(chat: OverfullChat) -> Sequence[Mapping[str, Any]]:
+        asked.set()
+        paused.wait()
+        session.generate("Summarise", max_tokens=3).result_sync()
+        return chat.without(len(chat.turns) - 2)
+
+    handle = session.chat(long_chat(30), overflow=asking, max_tokens=8)
+    handle.submit()
+    await anyio.to_thread.run_sync(asked.wait)
+    async with session.paused():
+        paused.set()
+    done = await handle
+    assert done.left_out is not None and done.left_out.turns == 29
 
 
 @anyio_test

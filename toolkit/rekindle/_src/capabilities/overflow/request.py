@@ -85,7 +85,10 @@ class OverflowIntake(Capability[None]):
 
     def waits(self, submission: Submission, front: Front) -> bool:
         rule = submission.extensions.get(OverflowRule)
-        return rule is not None and callable(rule.overflow)  # which may ask the session itself
+        return rule is not None and callable(rule.overflow)
+
+    def overtaken(self, submission: Submission, front: Front) -> bool:
+        return self.waits(submission, front)  # a function may take long, and ask the session itself
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part[None] | None:
         left_out = submission.extensions.get(LeftOut)
