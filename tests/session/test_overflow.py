@@ -17,7 +17,7 @@ from helpers.chatting import saying
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session, tiny
-from rekindle._src.capabilities.overflow.request import OverfullChat
+from rekindle._src.capabilities.overflow.request import MOST_FUNCTIONS, OverfullChat
 from rekindle._src.capabilities.overflow.turns import without_turns
 from rekindle._src.core.records import FinishReason
 from rekindle._src.dispatch import intake
@@ -242,6 +242,27 @@ async def test_a_session_pauses_while_a_function_asks_it(session: Session) -> No
         paused.set()
     done = await handle
     assert done.left_out is not None and done.left_out.turns == 29
+
+
+@anyio_test
+async def test_functions_leave_threads_for_the_requests_that_they_make(session: Session) -> None:
+    """As many functions wait as there are threads for all the rest of a session's work."""
+    asked, go, messages = list[int](), threading.Event(), long_chat(30)
+
+    def waiting(chat: OverfullChat) -> Sequence[Mapping[str, Any]]:
+        asked.append(1)
+        go.wait()
+        return chat.without(len(chat.turns) - 2)
+
+    handles = [session.chat(messages, overflow=waiting, max_tokens=2) for _ in range(41)]
+    for handle in handles:
+        handle.submit()
+    done = await session.chat(messages, overflow="drop", max_tokens=2)  # measured and rendered in threads
+    assert done.left_out is not None and len(asked) <= MOST_FUNCTIONS
+    go.set()
+    for handle in handles:
+        assert (await handle).left_out is not None
+    assert len(asked) == 41
 
 
 @anyio_test

@@ -24,6 +24,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "capabilities/tuning/request.py": {
         "MOST_STEPS": OURS, "MOST_RANK": OURS, "MOST_BATCH": OURS, "MOST_LENGTH": OURS, "MOST_TARGETS": OURS,
     },
+    "capabilities/overflow/request.py": {"MOST_FUNCTIONS": PACE},
     "capabilities/tuning/run.py": {"_MOST_FAILURES": OURS},
     "capabilities/tuning/trainer.py": {"_LARGEST_NORM": OURS},
     "session/attributions.py": {"MOST_STEPS": OURS, "MOST_PATCHES": OURS},

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
+import anyio
 import anyio.to_thread
 
 from rekindle._src.capabilities.overflow.turns import ChatCuts, Messages, cuts_of, search, turns_of, without_turns
@@ -21,6 +22,7 @@ from rekindle._src.dispatch.capability import Capability, Fields, Part, PromptFi
 from rekindle.errors import InvalidRequest, PromptTooLong
 
 SAMPLE = 4_096  # characters at a chat's beginning that tell how many of them a token has
+MOST_FUNCTIONS = 8  # that run at once; others wait
 _SHARE_OF_ANSWER = 4  # at most a fourth of the context is kept free for an answer
 
 Overflow = str | Callable[["OverfullChat"], Sequence[Mapping[str, Any]]]  # "drop", "refuse", or a function
@@ -79,9 +81,16 @@ def rule_of(
 class OverflowIntake(Capability[None]):
     """A chat's prompt leaves out turns if it is too long."""
 
+    def __init__(self) -> None:
+        self._functions: anyio.CapacityLimiter | None = None  # made on the loop
+
     def fit(self, submission: Submission, front: Front) -> PromptFit | None:
         rule = submission.extensions.get(OverflowRule)
-        return None if rule is None else OverflowFit(submission, rule, front)
+        if rule is None:
+            return None
+        if self._functions is None:  # of their own: they may wait for requests, which need threads of the others
+            self._functions = anyio.CapacityLimiter(MOST_FUNCTIONS)
+        return OverflowFit(submission, rule, front, self._functions)
 
     def waits(self, submission: Submission, front: Front) -> bool:
         rule = submission.extensions.get(OverflowRule)
@@ -110,8 +119,11 @@ class LeftOutPart(Part[None]):
 class OverflowFit(PromptFit):
     """Looks for the longest prompt of a chat that leaves room for an answer."""
 
-    def __init__(self, submission: Submission, rule: OverflowRule, front: Front) -> None:
+    def __init__(
+        self, submission: Submission, rule: OverflowRule, front: Front, functions: anyio.CapacityLimiter
+    ) -> None:
         super().__init__(submission)
+        self._functions = functions
         self._rule, self._front, self._context = rule, front, front.config.max_model_len or 0
         answer = max(1, min(submission.sampling.max_tokens, self._context // _SHARE_OF_ANSWER))
         self._room = max(1, self._context - answer)  # tokens of the prompt
@@ -171,7 +183,7 @@ class OverflowFit(PromptFit):
     async def _called(self, function: Callable[[OverfullChat], object]) -> Submission:
         messages = self._rule.messages
         chat = OverfullChat(tuple(messages), tuple(turns_of(messages)), self._room)
-        kept = await anyio.to_thread.run_sync(function, chat)
+        kept = await anyio.to_thread.run_sync(function, chat, limiter=self._functions)
         if isinstance(kept, Coroutine):
             kept.close()
         if not isinstance(kept, list | tuple) or not kept or not all(isinstance(one, Mapping) for one in kept):
