@@ -197,7 +197,7 @@ class OverflowFit(PromptFit):
         source = await anyio.to_thread.run_sync(self._rule.prompt, kept)
         stay = {id(message) for message in kept}
         gone = [at for at, message in enumerate(self._rule.messages) if id(message) not in stay]
-        turns = sum(set(turn) <= {*gone} for turn in turns_of(self._rule.messages))
+        turns = sum(map(set(gone).issuperset, turns_of(self._rule.messages)))
         left_out = LeftOut(turns, len(gone), gone[0] if gone else 0, self._context)
         extensions = source.extensions.plus(left_out) if gone else source.extensions
         return self._submission._replace(render=source.render, extensions=extensions, messages=kept)
