@@ -17,8 +17,8 @@ from helpers.chatting import saying
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session, tiny
-from rekindle._src.capabilities.overflow.request import MOST_FUNCTIONS, OverfullChat
-from rekindle._src.capabilities.overflow.turns import without_turns
+from rekindle._src.capabilities.overflow.request import MOST_FUNCTIONS, OverflowFit, OverfullChat
+from rekindle._src.capabilities.overflow.turns import size_of, without_turns
 from rekindle._src.core.records import FinishReason
 from rekindle._src.dispatch import intake
 from rekindle._src.text.chat import ChatTemplate
@@ -76,6 +76,23 @@ async def test_a_chat_with_room_is_as_it_was(session: Session) -> None:
     done = await session.chat(messages, overflow="drop", max_tokens=8)
     assert done.prompt_token_ids == plain.prompt_token_ids and done.token_ids == plain.token_ids
     assert done.left_out is None and "full" not in repr(done)
+
+
+@anyio_test
+async def test_a_short_chat_is_not_measured(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured, measure = list[int](), OverflowFit._measure
+
+    def counting(fit: OverflowFit) -> Any:
+        measured.append(1)
+        return measure(fit)
+
+    monkeypatch.setattr(OverflowFit, "_measure", counting)
+    assert (await session.chat(long_chat(2), overflow="drop", max_tokens=8)).left_out is None and not measured
+    messages = [{"role": role, "content": "é" * 40} for role in 4 * ("user", "assistant")]
+    messages.append({"role": "user", "content": "And now?"})
+    assert sum(map(size_of, messages)) < MOST - 8, "fewer characters than tokens that it has room for"
+    done = await session.chat(messages, overflow="drop", max_tokens=8)
+    assert done.left_out is not None and len(measured) == 1
 
 
 @anyio_test

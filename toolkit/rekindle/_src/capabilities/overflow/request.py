@@ -12,7 +12,15 @@ from typing import Any, Protocol
 import anyio
 import anyio.to_thread
 
-from rekindle._src.capabilities.overflow.turns import ChatCuts, Messages, cuts_of, search, turns_of, without_turns
+from rekindle._src.capabilities.overflow.turns import (
+    ChatCuts,
+    Messages,
+    cuts_of,
+    search,
+    size_of,
+    turns_of,
+    without_turns,
+)
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.extension import Extension, Extensions
 from rekindle._src.core.left_out import LeftOut
@@ -143,16 +151,24 @@ class OverflowFit(PromptFit):
             self._read[self._place] = read
         if callable(self._rule.overflow):
             return self._read[0] if fits else await self._called(self._rule.overflow)
+        if self._search is None:
+            return self._read[0] if fits else await self._measured()
         return await self._searched(fits)
 
     async def _begin(self) -> ReadPrompt | Submission:
-        messages = self._rule.messages
-        if not callable(self._rule.overflow):
-            per_token = await anyio.to_thread.run_sync(self._characters_per_token)
-            self._cuts = cuts_of(messages, self._room * per_token, self._rule.extra)
-            self._search = search(len(self._cuts.turns), self._cuts.guess)
-            return await self._searched(None)
-        return self._submission
+        rule = self._rule
+        if callable(rule.overflow) or rule.extra + sum(map(size_of, rule.messages)) <= self._room:
+            return self._submission  # a chat with fewer characters than the room has tokens most often fits
+        return await self._measured()
+
+    async def _measured(self) -> ReadPrompt | Submission:
+        """Begin the search."""
+        self._cuts = await anyio.to_thread.run_sync(self._measure)
+        self._search = search(len(self._cuts.turns), self._cuts.guess)
+        return await self._searched(None)
+
+    def _measure(self) -> ChatCuts:
+        return cuts_of(self._rule.messages, self._room * self._characters_per_token(), self._rule.extra)
 
     def _characters_per_token(self) -> float:
         """Return how many characters a token has at the chat's beginning, which later turns do not change."""
