@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import numpy as np
 import pytest
 
+from rekindle._src.capabilities.samplers import breakers
 from rekindle._src.capabilities.samplers.breakers import BreakerTable, BreakerTables
 from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, SEQUENCES
 from rekindle._src.text.tokenizer import Tokenizer
@@ -23,16 +27,16 @@ def ways(table: BreakerTable, token: int) -> set[tuple[int, ...]]:
     return {tuple(row[1 : 1 + row[0]].tolist()) for row in table.rests[number - 1] if row[0] >= 0}
 
 
-@pytest.mark.parametrize("breakers", [("\n", ".", '"'), ("fire",), ("re", "once", "e"), ("é",), ()], ids=repr)
-def test_a_breaker_is_in_a_token_or_begins_at_its_end(breakers: tuple[str, ...]) -> None:
-    table = BreakerTables(TOKENIZER, VOCAB).table(breakers)
+@pytest.mark.parametrize("given", [("\n", ".", '"'), ("fire",), ("re", "once", "e"), ("é",), ()], ids=repr)
+def test_a_breaker_is_in_a_token_or_begins_at_its_end(given: tuple[str, ...]) -> None:
+    table = BreakerTables(TOKENIZER, VOCAB).table(given)
     begun = 0
     for token in range(VOCAB):
         text = TOKENIZER.decode([token], skip_special_tokens=False)
         if "\ufffd" in text:
             continue  # a part of a character
         expected = set()
-        for breaker in breakers:
+        for breaker in given:
             if breaker in text:
                 expected.add(())
                 continue
@@ -40,7 +44,28 @@ def test_a_breaker_is_in_a_token_or_begins_at_its_end(breakers: tuple[str, ...])
             expected |= {tuple(TOKENIZER.encode(breaker[size:], add_special_tokens=False)) for size in ends}
         assert ways(table, token) == expected, text
         begun += bool(expected)
-    assert begun or breakers in ((), ("é",))
+    assert begun or given in ((), ("é",))
+
+
+def test_threads_that_ask_for_the_same_table_make_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, found, make, begin = list[int](), list[BreakerTable](), breakers.make_table, threading.Barrier(4)
+
+    def counting(*given: Any) -> BreakerTable:
+        made.append(1)
+        return make(*given)
+
+    def ask() -> None:
+        begin.wait()
+        found.append(tables.table(("\n", "fire")))
+
+    monkeypatch.setattr(breakers, "make_table", counting)
+    tables = BreakerTables(TOKENIZER, VOCAB)
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1 and all(table is found[0] for table in found) and len(found) == 4
 
 
 def test_tables_are_remembered_and_too_many_ways_are_refused() -> None:

@@ -19,7 +19,6 @@ from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.core.records import IntArray
 from rekindle.errors import InvalidRequest
 
-Rests = frozenset[tuple[int, ...]]  # the tokens after a token that begins a breaker; () where it is a whole one
 _KEPT = 8  # sets of breakers that are remembered
 _MARK = "\x00"  # between the texts of tokens
 
@@ -43,7 +42,7 @@ class BreakerTables:
 
     def __init__(self, tokenizer: TokenizerLike, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.Lock()
+        self._lock, self._making = threading.Lock(), threading.Lock()  # `find` waits for no table that is made
         self._texts: _Texts | None = None
         self._tables: OrderedDict[tuple[str, ...], BreakerTable] = OrderedDict()
 
@@ -57,17 +56,18 @@ class BreakerTables:
 
     def table(self, breakers: tuple[str, ...]) -> BreakerTable:
         """Return the table of these breakers. Raise InvalidRequest for too many ways to spell them."""
-        known = self.find(breakers)
-        if known is not None:
-            return known
-        if self._texts is None:
-            self._texts = _Texts(self._tokenizer, self._vocab_size)
-        table = make_table(self._texts, breakers, self._vocab_size, self._tokenizer)
-        with self._lock:
-            self._tables[breakers] = table
-            while len(self._tables) > _KEPT:
-                self._tables.popitem(last=False)
-        return table
+        with self._making:  # requests with the same breakers wait for one table
+            known = self.find(breakers)
+            if known is not None:
+                return known
+            if self._texts is None:
+                self._texts = _Texts(self._tokenizer, self._vocab_size)
+            table = make_table(self._texts, breakers, self._vocab_size, self._tokenizer)
+            with self._lock:
+                self._tables[breakers] = table
+                while len(self._tables) > _KEPT:
+                    self._tables.popitem(last=False)
+            return table
 
 
 class _Texts:
@@ -98,15 +98,15 @@ class _Texts:
 
 def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenizer: TokenizerLike) -> BreakerTable:
     """Return the table of breakers. Raise InvalidRequest for too many ways to spell them."""
-    rests: dict[int, set[tuple[int, ...]]] = {}
     if sum(len(breaker.encode()) - 1 for breaker in breakers) > CLASSES * SEQUENCES:
         problem = f"has more than {CLASSES * SEQUENCES} bytes after the first ones"
         raise InvalidRequest("dry_sequence_breakers", tuple(breakers), problem, "Use fewer or shorter ones")
+    bits: dict[tuple[int, ...], int] = {(): 0}  # of each rest, in the codes of tokens
+    codes = np.zeros(vocab_size, np.uint64)
     for breaker in breakers:
         spelled = breaker.encode().decode("latin-1")  # texts of tokens are bytes, which may be parts of characters
         whole = texts.containing(spelled)
-        for token in whole:
-            rests.setdefault(int(token), set()).add(())
+        codes[whole] |= np.uint64(1)
         for size in range(1, len(spelled)):
             try:
                 rest = spelled[size:].encode("latin-1").decode()
@@ -119,21 +119,20 @@ def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenize
             if len(tokens) > REST:
                 problem = f"has an end of {len(tokens)} tokens, {rest!r}, and {REST} are possible"
                 raise InvalidRequest("dry_sequence_breakers", breaker, problem, "Use a shorter one")
-            for token in ends:
-                rests.setdefault(int(token), set()).add(tokens)
-    numbers: dict[Rests, int] = {}
-    classes = np.zeros(vocab_size, np.int32)
-    for token, of_token in rests.items():
-        classes[token] = numbers.setdefault(frozenset(of_token), len(numbers) + 1)
-    if len(numbers) > CLASSES or any(len(ways) > SEQUENCES for ways in numbers):
-        problem = f"can be spelled in {len(numbers)} ways, and {CLASSES} are possible"
+            codes[ends] |= np.uint64(1 << bits.setdefault(tokens, len(bits)))
+    found, first, classes = np.unique(codes, return_index=True, return_inverse=True)
+    begin = [index for index in np.argsort(first) if found[index]]  # classes in the order of their first tokens
+    ways = [sorted(rest for rest, bit in bits.items() if int(found[index]) >> bit & 1) for index in begin]
+    if len(ways) > CLASSES or any(len(rests) > SEQUENCES for rests in ways):
+        problem = f"can be spelled in {len(ways)} ways, and {CLASSES} are possible"
         raise InvalidRequest("dry_sequence_breakers", tuple(breakers), problem, "Use fewer or shorter ones")
-    table = no_breakers(vocab_size)
-    for ways, number in numbers.items():
-        for place, tokens in enumerate(sorted(ways)):
-            table.rests[number - 1, place, : 1 + len(tokens)] = len(tokens), *tokens
+    table, numbers = no_breakers(vocab_size), np.zeros(len(found), np.int32)
+    for number, (index, rests) in enumerate(zip(begin, ways, strict=True)):
+        numbers[index] = number + 1
+        for place, tokens in enumerate(rests):
+            table.rests[number, place, : 1 + len(tokens)] = len(tokens), *tokens
     padded = np.zeros(len(table.classes) * PER_WORD, np.uint32)
-    padded[:vocab_size] = classes
+    padded[:vocab_size] = numbers[classes.reshape(-1)]
     shifts = np.arange(0, 4 * PER_WORD, 4, dtype=np.uint32)
     words = np.bitwise_or.reduce(padded.reshape(-1, PER_WORD) << shifts, axis=1)
     return table._replace(classes=words.view(np.int32))
