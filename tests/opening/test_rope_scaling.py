@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ def test_an_override_computes_as_a_config_with_it(name: str, tmp_path: Path) -> 
         assert again.token_ids == done.token_ids and again.usage.cached_tokens > 0
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        "yarn:4", "linear:2.5", {"rope_type": "linear", "factor": 8 / 3},
+        {"rope_type": "yarn", "factor": 4, "attention_factor": 0.1 * math.log(4) + 1},
+        {"type": "yarn", "factor": 8 / 3, "beta_slow": 1e-5, "beta_fast": 1e300, "attention_factor": 5e-324},
+        {**YARN, "factor": 63.99999999999999, "original_max_position_embeddings": 1 << 24, "beta_slow": 1.1e-100},
+    ],
+)  # fmt: skip
+def test_the_text_that_a_config_keeps_is_the_same_scaling(value: Any) -> None:
+    scaling = RopeScaling.of("rope_scaling", value, ConfigError)
+    assert RopeScaling.of("rope_scaling", str(scaling), ConfigError) == scaling
+    assert EngineConfig(rope_scaling=value).rope_scaling == str(scaling)
+
+
 @pytest.mark.parametrize("name", ["yarn", "linear"])
 def test_it_computes_as_transformers(name: str, tmp_path: Path) -> None:
     transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
@@ -109,7 +125,8 @@ def test_a_gguf_file_can_be_stretched_too(tmp_path: Path) -> None:
     ("value", "words"),
     [
         ("ntk:2", "has the type 'ntk'"), ("yarn", "is no scaling"), ("yarn:1", "needs a factor above 1"),
-        ("yarn:1e9", "is no scaling"), ("yarn:" + "4" * 500, "is no scaling"), (7, "is no scaling"),
+        ("yarn:1e9", "needs a factor above 1, at most 64"), ("yarn:" + "4" * 500, "is no scaling"),
+        (7, "is no scaling"), ("yarn:4,original=1e3", "no whole number of positions"),
         ("yarn:99", "needs a factor above 1, at most 64"), ("yarn:4,original=0", "no whole number of positions"),
         ({"rope_type": "linear", "factor": 2, "beta_fast": 3}, "has 'beta_fast', which a linear"),
         ({"factor": 2}, "has the type None"), ({"rope_type": "yarn", "factor": True}, "needs a factor"),

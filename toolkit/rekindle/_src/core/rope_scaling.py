@@ -14,8 +14,8 @@ MOST_FACTOR, MOST_POSITIONS = 64.0, 1 << 24
 _FIX = 'Use "yarn:4", "linear:2", or {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}'
 _ORIGINAL = "original_max_position_embeddings"
 _NUMBERS = {"beta_fast": "beta_fast", "beta_slow": "beta_slow", "attention_factor": "attention_factor"}
-_PART = re.compile(r"([a-z_]{1,20})([:=])([0-9]{1,8}(?:\.[0-9]{0,8})?)")
-_LONGEST = 128  # characters of a text
+_PART = re.compile(r"([a-z_]{1,20})([:=])([0-9]{1,20}(?:\.[0-9]{0,20})?(?:e[+-]?[0-9]{1,3})?)")
+_LONGEST = 256  # characters of a text
 
 
 class RopeScaling(NamedTuple):
