@@ -449,7 +449,7 @@ class Sampling(Record):
     dynatemp_exponent: float = option(1.0, Real(0.0, fix="Use a number such as 1"), also=_SAMPLER)
     dry_multiplier: float = option(0.0, Real(0.0, fix="Use a number such as 0.8; 0 is off"), also=_SAMPLER)
     dry_base: float = option(1.75, Real(1.0, fix="Use a number such as 1.75"), also=_SAMPLER)
-    dry_allowed_length: int = option(2, Whole(0, fix="Use a number such as 2"), also=_SAMPLER)
+    dry_allowed_length: int = option(2, Whole(0, 2**31 - 1, "Use a number such as 2"), also=_SAMPLER)
     dry_penalty_last_n: int = option(
         64, Whole(-1, MAX_DRY_WINDOW, f"Use a number of tokens; -1 is all of them, up to {MAX_DRY_WINDOW:,}"),
         also=_SAMPLER,
