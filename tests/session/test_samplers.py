@@ -155,6 +155,8 @@ def test_sampled_logprobs_are_of_the_tokens_that_are_left(opened: rekindle.Sessi
         ({"samplers": ["top_k", "top_k"]}, "samplers"), ({"samplers": ["adaptive_p", "xtc"]}, "samplers"),
         ({"samplers": 3}, "samplers"), ({"dry_base": 0.5}, "dry_base"),
         ({"dry_penalty_last_n": 5000}, "dry_penalty_last_n"),
+        ({"dry_allowed_length": 10**400}, "dry_allowed_length"),
+        ({"dry_sequence_breakers": ["\ud800"]}, "dry_sequence_breakers"),
         ({"dry_sequence_breakers": [""]}, "dry_sequence_breakers"), ({"xtc_probability": 1.5}, "xtc_probability"),
         ({"dry_multiplier": 1, "dry_sequence_breakers": ["abcdefghij" * 4] * 9}, "dry_sequence_breakers"),
     ],

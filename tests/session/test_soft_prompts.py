@@ -174,6 +174,7 @@ async def test_what_is_wrong_is_refused_by_name(session: Session, own: Any) -> N
         ([own[0]], "no array of floats"), ([own.astype(int)], "no array of floats"), ([own[:0]], "no array of floats"),
         ([own, own[:, :3]], "different hidden sizes"), ([own, [-1]], "not token ids"), ([own, {"a": 1}], r"parts\[1\]"),
         ([own, "x" * 20_001], "are more than 20,000"), ([own + 0j], "no array of floats"),
+        ([own, "\ud800"], r"parts\[1\].*surrogate"),
     ):  # fmt: skip
         with pytest.raises(InvalidRequest, match=words):
             SoftPrompt(parts)  # type: ignore[arg-type]

@@ -45,6 +45,14 @@ class Validator(Protocol):
     def __call__(self, name: str, value: Any, error: Refusal, /) -> Any: ...
 
 
+def check_unicode(name: str, text: str, error: Refusal) -> None:
+    """Raise the error for half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise error(name, text, "has half a surrogate pair", "Pass Unicode text") from None
+
+
 class Whole(NamedTuple):
     """A whole number within inclusive bounds."""
 

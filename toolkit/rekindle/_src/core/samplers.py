@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rekindle._src.core.names import nearest
-from rekindle._src.core.options import Refusal, Whole, bounded
+from rekindle._src.core.options import Refusal, Whole, bounded, check_unicode
 
 PENALTIES, TEMPERATURE = "penalties", "temperature"
 ORDER = (PENALTIES, "dry", "top_n_sigma", "top_k", "typical_p", "top_p", "min_p", "xtc", TEMPERATURE)
@@ -74,5 +74,6 @@ def check_breakers(name: str, breakers: tuple[Any, ...], error: Refusal) -> None
             raise error(name, text, "is not text, or is empty", 'Pass strings such as ["\\n", ":"], or [] for none')
         if "\x00" in text:
             raise error(name, text, "has a NUL character", "Leave it out")
+        check_unicode(name, text, error)
         if len(text) > MAX_BREAKER:
             raise error(name, text, f"has more than {MAX_BREAKER} characters", "Use a shorter one")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.extension import Extension
+from rekindle._src.core.options import check_unicode
 from rekindle.errors import InvalidRequest
 
 MOST_PARTS = 1_024
@@ -82,6 +83,7 @@ def _is_rows(part: Any) -> TypeGuard[NDArray[Any]]:
 def _read(part: Any, field: str) -> Any:
     """Return a part as text, as an array of token ids, or as rows in float32."""
     if isinstance(part, str):
+        check_unicode(field, part, InvalidRequest)
         return part
     try:
         array = np.asarray(part)
