@@ -260,7 +260,7 @@ class Requests:
         options given here: since a token's random numbers depend on seed and position alone, an unchanged fork repeats
         the source. `max_tokens` becomes the rest of the source's. The reply of a chat is read on for reasoning and
         calls, and its budget of reasoning counts on; copies of a completion, as pickles are, don't know them. Returns a
-        submitted handle.
+        submitted handle. Numbers that `mirostat` and `adaptive_target` carry from token to token begin anew in it.
         """
         prompt_ids, tokens = source.prompt_token_ids, source.token_ids
         base = dataclasses.replace(source.sampling, seed=source.seed)
