@@ -178,6 +178,26 @@ def test_samplers_of_a_gguf_file_are_its_defaults(tmp_path: Path) -> None:
     assert checkpoint_sampling(again) == found
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sequence", "top_k;infill"), ("sequence", "top_k;penalties"), ("mirostat", 1), ("xtc_probability", 2.0)],
+)
+def test_a_sampler_that_is_not_known_leaves_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, key: str, value: Any
+) -> None:
+    fields = {"temp": 0.75, "top_k": 9, "mirostat_tau": 4.0, key: value}
+    path = tmp_path / "a.gguf"
+    write_gguf(
+        path, {"general.architecture": "llama"} | {f"general.sampling.{k}": v for k, v in fields.items()}, [], []
+    )
+    expected = Sampling(temperature=0.75, top_k=9, mirostat_tau=4.0)
+    assert defaults_of(path) == Defaults(expected, expected)
+    assert (
+        caplog.text.count("a default of sampling is left out") == 1
+        and key.replace("sequence", "samplers") in caplog.text
+    )
+
+
 def test_a_sampler_that_is_not_known_is_logged_and_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.gguf"
     write_gguf(path, {"general.architecture": "llama", "general.sampling.sequence": "top_k;infill"}, [], [])

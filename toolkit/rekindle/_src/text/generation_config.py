@@ -40,10 +40,11 @@ def defaults_of(folder: str | Path | None) -> Defaults:
     """
     if folder is None:
         return Defaults()
-    sampling = checkpoint_sampling(folder)
+    path = Path(folder)
+    fields = _fields(path)
+    sampling = _asked(path, fields)
     if sampling is not None:
         return Defaults(sampling, sampling)
-    fields = _fields(Path(folder))
     temperature = fields.get("temperature")
     if fields.get("do_sample") is not None or temperature == 0:
         return Defaults()
@@ -61,7 +62,10 @@ def checkpoint_sampling(folder: str | Path) -> Sampling | None:
     value is off, as in vLLM.
     """
     path = Path(folder)
-    fields = _fields(path)
+    return _asked(path, _fields(path))
+
+
+def _asked(path: Path, fields: Mapping[str, Any]) -> Sampling | None:
     if fields.get("do_sample") is not True:
         return None
     options: dict[str, Any] = {"temperature": 1.0}

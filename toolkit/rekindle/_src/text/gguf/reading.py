@@ -16,11 +16,12 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -43,7 +44,9 @@ from rekindle._src.text.gguf.vocabulary import (
     recipe,
 )
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, byte_of_character, panics_as
-from rekindle.errors import CheckpointError, RekindleError
+from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
+
+log = logging.getLogger("rekindle.engine")
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
@@ -51,6 +54,7 @@ _SAMPLING = {
     "xtc_probability": "xtc_probability", "xtc_threshold": "xtc_threshold", "mirostat": "mirostat",
     "mirostat_tau": "mirostat_tau", "mirostat_eta": "mirostat_eta",
 }  # fmt: skip
+_SAMPLERS = "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers"
 _SEQUENCE = "general.sampling.sequence"  # names of samplers, with semicolons between
 
 SMALL = 1 << 20  # bytes; below this size of a header a tokenizer is built too fast to be worth storing
@@ -113,12 +117,24 @@ def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]
 
 
 def read_sampling(path: str | Path) -> dict[str, object]:
-    """Return the defaults of sampling as generation_config.json has them; empty where the file has none."""
+    """Return the defaults of sampling as generation_config.json has them; empty where the file has none.
+
+    A sampler that sessions don't have is left out and logged, so that the other defaults hold.
+    """
+    from rekindle._src.core.sampling import Sampling  # those that read a tokenizer don't need it
+
     metadata = metadata_of(path)
     defaults = {option: metadata.get(f"general.sampling.{key}") for option, key in _SAMPLING.items()}
     defaults = {name: value for name, value in defaults.items() if isinstance(value, (int, float))}
     if isinstance(metadata.get(_SEQUENCE), str):
         defaults["samplers"] = metadata.get(_SEQUENCE)
+    for name in [name for name in _SAMPLERS if name in defaults]:
+        option: Any = {name: defaults[name]}
+        try:
+            Sampling(**option)
+        except InvalidRequest as error:
+            log.warning("%s: a default of sampling is left out: %s", path, error)
+            del defaults[name]
     return {"do_sample": defaults.get("temperature") != 0, **defaults} if defaults else {}
 
 
