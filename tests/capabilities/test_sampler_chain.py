@@ -16,8 +16,9 @@ from rekindle._src.capabilities.samplers import chain
 from rekindle._src.capabilities.samplers.chain import Context, Numbers
 from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, REST, SEQUENCES, Breakers, Dry, Window
 from rekindle._src.capabilities.samplers.repetition import penalties as dry_penalties
-from rekindle._src.capabilities.samplers.step import chain_of, numbers_of
+from rekindle._src.capabilities.samplers.step import ChainState, chain_of, numbers_of
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.programs.request_state import NOWHERE, SlotAdmission
 
 VOCAB, WIDTH = 200, 64
 
@@ -214,3 +215,37 @@ def test_dry_takes_what_the_plain_search_takes(seed: int) -> None:
         np.testing.assert_allclose(found[row], expected, rtol=2e-4, err_msg=f"{text} {sampling} {sets[row]}")
         taken += (expected > 0).any()
     assert taken > 20
+
+
+def test_what_is_no_text_continues_no_repetition_and_loses_nothing() -> None:
+    """In the place of -1 each token may as well be another one that occurs nowhere else."""
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 3, (40, WIDTH)).astype(np.int32)
+    hidden = rng.random(tokens.shape) < 0.2
+    hidden[::2] = np.arange(WIDTH) // 8 % 3 == 1  # runs of them
+    hidden[:10, 0] = True
+    alone = np.where(hidden, SMALL + np.arange(WIDTH), tokens).astype(np.int32)
+    lengths, sets = jnp.full(40, WIDTH), [{}, {7: [()]}] * 20
+    for allowed in (0, 1, 2):
+        options = Dry(jnp.full(40, 0.8), jnp.full(40, 1.75), jnp.full(40, allowed))
+        masked = Window(jnp.asarray(np.where(hidden, -1, tokens)), lengths)
+        found = np.asarray(dry_penalties(masked, breakers_of(sets), options, SMALL))
+        wide = breakers_of(sets)
+        more = -(-(SMALL + WIDTH) // PER_WORD) - wide.classes.shape[1]
+        wide = wide._replace(classes=jnp.pad(wide.classes, ((0, 0), (0, more))))
+        expected = dry_penalties(Window(jnp.asarray(alone), lengths), wide, options, SMALL + WIDTH)
+        np.testing.assert_array_equal(found, np.asarray(expected)[:, :SMALL])
+        assert (found > 0).any()
+
+
+def test_a_slot_keeps_the_tokens_that_are_text() -> None:
+    state = ChainState(VOCAB, 16)
+    arrays = jax.tree.map(lambda shape: jnp.ones(shape.shape, shape.dtype), state.shapes(2))
+    tokens = np.full(24, NOWHERE, np.int32)
+    tokens[:20] = np.arange(20)
+    tokens[[0, 17, 18]] = NOWHERE  # where rows stand
+    admission = SlotAdmission(
+        jnp.int32(1), jnp.asarray(tokens), jnp.zeros(state.ints, jnp.int32), jnp.zeros(state.floats)
+    )
+    recent = np.asarray(state.admit(arrays, admission).recent)
+    assert recent[1].tolist() == [16, -1, -1, 19, *range(4, 16)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 
 from helpers import plain_sampling
+from rekindle._src.core.extension import Extensions
+from rekindle._src.core.prompt_rows import PromptRows, RowSpan
 from rekindle._src.core.records import Request, Row
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs import sampling as device
@@ -94,6 +97,14 @@ def test_admission_resets_one_slot_and_no_other() -> None:
     for old, new in zip(*map(jax.tree.leaves, (before, after)), strict=True):
         assert np.array_equal(np.asarray(old)[[0, 2, 3]], np.asarray(new)[[0, 2, 3]])
     assert np.asarray(after.history)[1].tolist() == [0, 1, 1] + [0] * (VOCAB - 3)
+
+
+def test_the_history_has_no_token_in_the_place_of_a_soft_prompts_rows() -> None:
+    row = row_of(1, Sampling(repetition_penalty=1.5), [1, 0, 0, 2, 0], [0], {3})
+    rows = PromptRows((RowSpan(1, 3, b""), RowSpan(4, 5, b"")), (), wordless=True)
+    row = row._replace(request=dataclasses.replace(row.request, extensions=Extensions(rows)))
+    after = admit(garbage(), *pack_admission(row, CONTEXT))
+    assert np.asarray(after.history)[1].tolist() == [2, 1, 1] + [0] * (VOCAB - 3), "the output counts"
 
 
 def test_infinite_biases_on_two_tokens_leave_numbers() -> None:

@@ -36,6 +36,7 @@ class PromptRows(Extension):
     coordinates: IntArray | None = None  # [tokens of the prompt, 3], where ropes have coordinates; see `RopeSpec`
     offset: int = 0  # added to the positions of tokens after the prompt, where ropes have coordinates
     whole: bool = False  # the tokens of a span see each other, so that a step computes all of them or none
+    wordless: bool = False  # the tokens where rows stand mean nothing: they are `uncounted`
     kind: str = "picture"  # of the rows' source, in one word
     count: int = 0  # sources, such as pictures; 0: as many as spans
     described: str = ""  # where the rows came from, in words
@@ -50,6 +51,10 @@ class PromptRows(Extension):
         if inside.start > start:
             return inside.start - start
         return inside.stop - start if inside.stop - start <= room else 0
+
+    @property
+    def uncounted(self) -> tuple[tuple[int, int], ...]:
+        return tuple((span.start, span.stop) for span in self.spans) if self.wordless else ()
 
     def note(self, cached: int) -> PromptNote:
         tokens = sum(span.stop - span.start for span in self.spans)

@@ -28,7 +28,8 @@ class SoftPrompt(Drawable):
     Rows are arrays of floats [tokens, hidden size], such as a trained soft prompt, of numpy, JAX or another library.
     They take the place of embeddings as the first layer reads them, with the scale that the model gives to embeddings
     (a capture of "residual_before" at layer 0 has such rows). They are copied, in float32. The first text gets the
-    tokenizer's special tokens, unless `add_special_tokens` is False.
+    tokenizer's special tokens, unless `add_special_tokens` is False. Rows are no tokens: penalties and DRY do not count
+    them, and entries of `prompt_logprobs` for them mean nothing (they are those of token 0).
     """
 
     __slots__ = ("add_special_tokens", "digests", "parts")

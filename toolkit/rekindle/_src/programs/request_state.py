@@ -34,7 +34,7 @@ class SlotAdmission(NamedTuple):
     """A request that enters its slot, on the device."""
 
     slot: Array  # []
-    tokens: Array  # int32 [C]: its prompt and its earlier output; NOWHERE after them
+    tokens: Array  # int32 [C]: its prompt and its earlier output; NOWHERE after them, and for tokens that aren't text
     ints: Array  # [SlotState.ints]
     floats: Array  # [SlotState.floats]
 
@@ -139,6 +139,8 @@ def pack_admission(row: Row, context: int, own: Sequence[SlotState] = ()) -> tup
     ints[0], ints[1] = row.slot, len(prompt)
     tokens = prompt if row.outputs is None else np.concatenate([prompt, row.outputs])
     ints[2 : 2 + len(tokens)] = tokens
+    for start, stop in row.request.extensions.uncounted:
+        ints[2 + start : 2 + stop] = NOWHERE
     bias = sampling.logit_bias
     offset = 2 + context
     ints[offset : offset + len(bias)] = list(bias)

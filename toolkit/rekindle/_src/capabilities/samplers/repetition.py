@@ -35,15 +35,15 @@ class Breakers(NamedTuple):
     rests: Array  # int32 [N, CLASSES, SEQUENCES, 1 + REST]: the number of tokens, -1 for none, and the tokens
 
     def of(self, tokens: Array) -> Array:
-        """Return the classes of tokens [N, T]."""
+        """Return the classes of tokens [N, T]; 0 below 0."""
         words = jnp.take_along_axis(self.classes, jnp.maximum(tokens, 0) // PER_WORD, axis=1)
-        return (words >> (4 * (tokens % PER_WORD))) & 15
+        return jnp.where(tokens < 0, 0, (words >> (4 * (tokens % PER_WORD))) & 15)
 
 
 class Window(NamedTuple):
     """The latest tokens of each row."""
 
-    tokens: Array  # int32 [N, W]: the newest first
+    tokens: Array  # int32 [N, W]: the newest first; -1 for one that isn't text, which equals no other
     length: Array  # int32 [N]: how many of them count
 
 
@@ -69,6 +69,7 @@ def penalties(window: Window, breakers: Breakers, options: Dry, vocab_size: int)
     single = (classes > 0) & _has_whole(breakers, classes)
     free = (jnp.roll(counts, -1, axis=1) < options.allowed[:, None]) | single
     distance = lax.iota(jnp.int32, width) + 1
+    free |= tokens < 0
     free |= (distance >= length[:, None]) | (length <= options.allowed)[:, None] | (limit < options.allowed)[:, None]
     lengths = jnp.where(free, -1, jnp.roll(counts, -1, axis=1))
     places = lax.iota(jnp.int32, rows)[:, None]
@@ -82,7 +83,7 @@ def _matches(window: Window, longest: Array) -> Array:
     """Return for each distance k [N, W] how many latest tokens equal those k places before, at most `longest` [N]."""
     tokens, length = window
     width = tokens.shape[1]
-    padded = jnp.pad(tokens, ((0, 0), (0, width)), constant_values=-1)
+    padded, latest = jnp.pad(tokens, ((0, 0), (0, width)), constant_values=-1), jnp.where(tokens < 0, -2, tokens)
     distance = lax.iota(jnp.int32, width)
 
     def go_on(carry: tuple[Array, Array, Array]) -> Array:
@@ -91,7 +92,7 @@ def _matches(window: Window, longest: Array) -> Array:
     def compare(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         place, matching, counts = carry
         earlier = lax.dynamic_slice_in_dim(padded, place, width, axis=1)
-        matching &= lax.dynamic_slice_in_dim(tokens, place, 1, axis=1) == earlier
+        matching &= lax.dynamic_slice_in_dim(latest, place, 1, axis=1) == earlier
         matching &= (distance + place < length[:, None]) & (place < longest[:, None])
         return place + 1, matching & (place + 1 < width), counts + matching
 

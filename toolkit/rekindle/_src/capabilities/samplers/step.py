@@ -52,7 +52,7 @@ class SamplerSlots(NamedTuple):
     numbers: Array  # float32 [L, FLOATS]
     chains: Array  # int32 [L, LONGEST + 1]
     carried: Array  # float32 [L, CARRIED]
-    recent: Array  # int32 [L, W]: the latest tokens, each at its position modulo W
+    recent: Array  # int32 [L, W]: the latest tokens, each at its position modulo W; -1 for none, and what isn't text
     classes: Array  # int32 [L, ceil(V / PER_WORD)]
     rests: Array  # int32 [L, CLASSES, SEQUENCES, 1 + REST]
 
@@ -118,10 +118,11 @@ class ChainState(SlotState[SamplerSlots]):
     def admit(self, arrays: SamplerSlots, admission: SlotAdmission) -> SamplerSlots:
         slot, tokens, ints, floats = admission
         chains, classes, rests = jnp.split(ints, (LONGEST + 1, LONGEST + 1 + self._words))
-        count = (tokens != NOWHERE).astype(jnp.int32).sum()
+        count = jnp.where(tokens != NOWHERE, lax.iota(jnp.int32, tokens.shape[0]) + 1, 0).max()
         # The latest position that is kept at each place.
         latest = count - 1 - (count - 1 - lax.iota(jnp.int32, self._window)) % self._window
-        recent = jnp.where(latest >= 0, tokens[jnp.maximum(latest, 0)], -1)
+        kept = tokens[jnp.maximum(latest, 0)]
+        recent = jnp.where((latest >= 0) & (kept != NOWHERE), kept, -1)
         new = floats[:FLOATS], chains, floats[FLOATS:], recent, classes, rests.reshape(RESTS)
         return SamplerSlots(*(array.at[slot].set(part) for array, part in zip(arrays, new, strict=True)))
 

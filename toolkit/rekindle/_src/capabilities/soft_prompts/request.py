@@ -55,7 +55,7 @@ class SoftPromptIntake(Capability[None]):
         pairs = zip(embedded.starts, prompt.rows, prompt.digests, strict=True)
         spans = tuple(RowSpan(start, start + len(rows), digest) for start, rows, digest in pairs)
         rows = tuple(rows[np.newaxis] for rows in prompt.rows)
-        return PromptRows(spans, rows, kind="soft prompt", count=len(spans))
+        return PromptRows(spans, rows, wordless=True, kind="soft prompt", count=len(spans))
 
     def part(self, request: Request, submission: Submission, front: Front) -> Part[None] | None:
         embedded = submission.extensions.get(EmbeddedPrompt)
