@@ -90,6 +90,18 @@ async def test_embeddings_of_a_text_are_the_text(session: Session, own: Any) -> 
 
 
 @anyio_test
+async def test_penalties_do_not_count_rows(session: Session, own: Any) -> None:
+    options: Any = {"max_tokens": 1, "temperature": 1.0, "logprob_token_ids": [0], "logprobs_of": "sampled"}
+    plain = await session.generate(SoftPrompt([own]), **options)
+    penalised = await session.generate(SoftPrompt([own]), **options, repetition_penalty=9.0)
+    repeated = await session.generate(SoftPrompt([own]), **options, dry_multiplier=9.0, dry_allowed_length=0)
+    assert plain.logprobs and penalised.logprobs and repeated.logprobs
+    of_zero = [one.logprobs[0].of_ids for one in (plain, penalised, repeated) if one.logprobs]
+    np.testing.assert_allclose(of_zero, [of_zero[0]] * 3, rtol=1e-4)
+    assert of_zero[0] and np.isfinite(of_zero[0]).all()
+
+
+@anyio_test
 async def test_rows_are_cached_by_their_content(session: Session) -> None:
     width = session.generate(SoftPrompt([rows(1, 40, 1)]), max_tokens=1)
     with pytest.raises(InvalidRequest, match="the model's hidden size is"):
