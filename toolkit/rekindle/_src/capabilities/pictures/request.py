@@ -221,8 +221,9 @@ def placed(
     described = origins_in_words([own.origin for own in rows])
     grids = PictureGrids(tuple(tuple(picture.grids) for picture in shown))
     return PromptRows(
-        tuple(spans), tuple(parts), coordinates, offset, pictures.whole, "picture", len(shown), described, grids
-    )
+        tuple(spans), tuple(parts), coordinates, offset, pictures.whole, count=len(shown), described=described,
+        source=grids,
+    )  # fmt: skip
 
 
 def _spans(token_ids: IntArray, shown: Sequence[PictureLike], pictures: PicturesLike) -> Iterator[tuple[RowSpan, int]]:
