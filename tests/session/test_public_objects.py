@@ -243,7 +243,8 @@ def parts(thing: Any, seen: set[int] | None = None) -> Iterator[Any]:
         for value in thing:
             yield from parts(value, seen)
     names = [field.name for field in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
-    names += [name for name, entry in inspect.getmembers(type(thing)) if isinstance(entry, property) and name[0] != "_"]
+    names += [name for name, entry in inspect.getmembers(type(thing)) if isinstance(entry, property)]
+    names = [name for name in names if name[0] != "_"]
     if isinstance(thing, Session | CacheView | rekindle.Handle | Call) or dataclasses.is_dataclass(thing):
         for name in names:
             yield from parts(getattr(thing, name), seen)
