@@ -96,14 +96,14 @@ class KeptModel:
 
     def __init__(self, name: str, model: Loadable) -> None:
         self.model = model
-        self.row = ModelRow(name)
+        self.row: ModelRow = ModelRow(name)
         self.line: list[Waiter] = []
         self.leases: set[Lease] = set()
         self.wanted_since: float | None = None  # by requests in its session, which sleeps
         self.failure: BaseException | None = None  # of the last loading
-        self.failed_until = 0.0
+        self.failed_until: float = 0.0
         self.gone: list[OneShot[None]] = []  # filled when it is unloaded
-        self.waits = Waits()
+        self.waits: Waits = Waits()
         self._admitted = 0
 
     def refresh(self, now: float) -> None:
@@ -122,7 +122,9 @@ class Lease:
     """The use of a loaded model, until `release`. It does not sleep meanwhile."""
 
     def __init__(self, keeper: Keeper, entry: KeptModel, holder: object, waiter: Waiter | None = None) -> None:
-        self._keeper, self._entry, self.holder, self.waiter = keeper, entry, holder, waiter
+        self._keeper, self._entry = keeper, entry
+        self.holder: object = holder
+        self.waiter: Waiter | None = waiter
         self.session: Any = entry.model.session
 
     def release(self) -> None:
@@ -135,7 +137,8 @@ class Waiter:
 
     def __init__(self, keeper: Keeper, entry: KeptModel, since: float, holder: object) -> None:
         self._keeper, self._entry = keeper, entry
-        self.since, self.holder = since, holder
+        self.since: float = since
+        self.holder: object = holder
         self.granted: OneShot[Lease] = OneShot()
         self._cancelled = False
 
@@ -179,7 +182,8 @@ class Keeper:
         default_memory: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Without a limit of memory, `default_memory` is called for one, once, before the first model is loaded."""
-        self.limits, self.clock = limits, clock
+        self.limits: ShelfLimits = limits
+        self.clock: Callable[[], float] = clock
         self._default_memory: Callable[[], int | None] | None = default_memory if limits.memory is None else None
         self.entries: dict[str, KeptModel] = {name: KeptModel(name, model) for name, model in models.items()}
         self.rows: tuple[ModelRow, ...] = tuple(entry.row for entry in self.entries.values())
