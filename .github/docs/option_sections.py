@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-ENTRY = re.compile(r"(\w+)(?: \(([^:]*)\))?: (.*)")
+ENTRY = re.compile(r"(\w+)(?: \(((?:[^:']|'[^']*')*)\))?: (.*)")
 
 
 class WithOptions(griffe.Docstring):
