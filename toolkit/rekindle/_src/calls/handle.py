@@ -453,7 +453,7 @@ def chat_of(source: Completion | Handle[Any], text: str) -> dict[str, Any]:
     if isinstance(source, Handle):
         extensions, messages = source._prompt.extensions, source._prompt.messages
     else:
-        extensions, messages = source._read_by, None
+        extensions, messages = source.reply_reading(), None
     reply, budget = extensions.get(ChatReply), extensions.get(ReasoningBudget)
     continued = None if reply is None else ChatReply(reply.plan.after(source.prompt or "", text))
     return {"messages": messages, "reply": continued, "reasoning": budget}

@@ -427,7 +427,7 @@ def structured_text(front: Front, sampling: Sampling, *, calls: bool = False) ->
 
 def _check_copy(source: Completion, goes_on: bool) -> None:
     """Raise `InvalidRequest` if the structure of a fork `goes_on` and its source doesn't know where it begins."""
-    if goes_on and source.reasoning and not source._read_by:
+    if goes_on and source.reasoning and not source.reply_reading():
         problem = "is a copy, which doesn't know where its structure begins after the reasoning"
         raise InvalidRequest("source", source.id, problem, "Fork the original or its handle, or pass schema=None")
 

@@ -644,6 +644,10 @@ class Completion(Drawable, ForeignNames):
         summary = ", ".join(filter(None, (summary_of(self), problem_of(self))))
         return f"<Completion {self.id}: {words.shorten(self.text)!r}, {summary}>"
 
+    def reply_reading(self) -> Extensions:
+        """Return how a chat's reply is read, for a fork of it; empty after a pickle."""
+        return self._read_by
+
     def __getstate__(self) -> list[Any]:
         # Without the tokenizer and the reader of replies: a pickled completion is text and numbers.
         left_out = {"decode": None, "_read_by": NONE}
