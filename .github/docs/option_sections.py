@@ -1,7 +1,7 @@
 """A griffe extension: a docstring's table `Options:` is a section of the API reference, with types and defaults.
 
-Its entries are those that `rekindle._src.core.options` reads, `name (default): words`, and those of functions,
-`name: words`. Types are the annotations of the class's fields or the function's parameters.
+Entries of classes have the form `name (default): words`, which `rekindle._src.core.options` reads too; entries of
+functions have the form `name: words`. Types are the annotations of the class's fields or the function's parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rule by which turns leave a prompt: whole turns, the oldest first, in the same place for many turns."""
+"""Whole turns leave a prompt, the oldest first, and the cut stays in the same place for many turns."""
 
 from __future__ import annotations
 

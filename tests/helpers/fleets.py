@@ -140,7 +140,7 @@ class LocalReplica:
 
 
 def local_parts(make: Callable[[], Session], roles: Sequence[Role], connections: list[LocalReplica]) -> FleetParts:
-    """What a fleet is made of: replicas in this process, which `connections` gets, too."""
+    """Return the parts of a fleet with replicas in this process, each added to `connections`."""
 
     def another() -> LocalReplica:
         role = roles[min(len(connections), len(roles) - 1)]

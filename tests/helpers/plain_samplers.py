@@ -1,7 +1,7 @@
 """llama.cpp's samplers in plain numpy, one row and one token after the other, as its `llama-sampler.cpp` has them.
 
-Candidates are pairs of token and logit; a sampler returns those that are left. `size` counts as there: tokens with a
-logit of minus infinity stay candidates until a sampler drops them.
+Candidates are pairs of token and logit, and a sampler returns the remaining ones. As in llama.cpp, tokens with a logit
+of minus infinity count in `size` until a sampler drops them.
 """
 
 from __future__ import annotations

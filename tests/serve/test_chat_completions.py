@@ -81,7 +81,7 @@ LONG = [
 
 
 async def test_a_conversation_longer_than_the_context_is_cut_where_that_is_wanted(app: Any) -> None:
-    """As the API of responses has it: off unless asked for, and the answer counts what was left out."""
+    """Truncation is off by default, as in the Responses API; the answer counts the turns that were left out."""
     refused = await post(app, "/v1/chat/completions", {"messages": LONG, "max_tokens": 4})
     assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
     refused = await post(app, "/v1/chat/completions", {"messages": LONG, "truncation": "disabled"})

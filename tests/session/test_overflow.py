@@ -263,7 +263,7 @@ async def test_a_session_pauses_while_a_function_asks_it(session: Session) -> No
 
 @anyio_test
 async def test_functions_leave_threads_for_the_requests_that_they_make(session: Session) -> None:
-    """As many functions wait as there are threads for all the rest of a session's work."""
+    """More overflow functions run than the default thread limiter has places."""
     asked, go, messages = list[int](), threading.Event(), long_chat(30)
 
     def waiting(chat: OverfullChat) -> Sequence[Mapping[str, Any]]:
