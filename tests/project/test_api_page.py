@@ -53,6 +53,7 @@ NO_EXAMPLE = {
     "wait_for_more": "for views",
     "joined": "for the engine",
     "load": "needs capture_to",
+    "reply_reading": "for forks",
     "start": "serve has called it",
     "stop_at_exit": "for the interpreter's end",
     "lease_now": "for servers",

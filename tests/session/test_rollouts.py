@@ -109,12 +109,16 @@ CHANGES = {  # what the draws are from: log-probabilities of the model's own dis
     "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
     "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 2, "allowed_token_ids": (3, 4), "bad_words": ("a",),
     "processors": ("one",), "schema": {"type": "string"}, "regex": "a", "choice": ("a",), "grammar": "root ::= 'a'",
-    "json": True,
+    "json": True, "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "dry_multiplier": 0.8,
+    "dynatemp_range": 0.5, "mirostat": 2, "adaptive_target": 0.5, "samplers": ("top_k", "temperature"),
 }  # fmt: skip
 KEEPS = {
     "max_tokens", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs", "prompt_logprobs",
     "logprob_start", "logprob_token_ids", "logprobs_of", "capture", "steer", "patch", "taps", "priority", "adapter",
-    "salt", "lenient", "whitespace_flexible",
+    "salt", "lenient", "whitespace_flexible", "until", "stop_repeats",
+    # Of no effect unless the sampler that they belong to is on.
+    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+    "dynatemp_exponent", "mirostat_tau", "mirostat_eta", "adaptive_decay",
 }  # fmt: skip
 
 

@@ -306,7 +306,7 @@ def draws_plainly(sampling: Sampling) -> bool:
     """True if tokens are drawn from the model's own distribution, so that its log-probabilities are also the draws'."""
     unchanged = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (1.0, 0, 1.0, 0.0)
     shaped = sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors
-    return unchanged and not (shaped or sampling.restricted or sampling.structured)
+    return unchanged and not (shaped or sampling.extended or sampling.restricted or sampling.structured)
 
 
 def _as_list(completion: Any) -> list[Completion]:
