@@ -178,7 +178,7 @@ def test_layers_that_are_quantised_in_two_ways_are_not_alike() -> None:
 def test_pages_and_state_are_donated_and_all_options_apply() -> None:
     sevens = LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")
     programs = programs_of(processors=[sevens])
-    kv, state = programs.memory()
+    kv, state, _ = programs.memory()
     step, upload = programs.get(DECODE), [np.zeros(leaf.shape, leaf.dtype) for leaf in _upload(programs, DECODE)]
     new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload, programs.features.operands(PLAIN_VARIANT))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, state.last_token)))
@@ -289,7 +289,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
         for key in (forward, pooling):
             upload = Upload(programs.recipes.layout(key))
             upload.pack(plan, constants)
-            kv, state = programs.memory()
+            kv, state, _ = programs.memory()
             given = state.last_token if key.span else state
             operands = programs.features.operands(key.variants)
             kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats, operands)

@@ -124,7 +124,7 @@ class DeviceCalls:
         self._reported = _ErrorReporter(self)
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.recipes.width) if programs.recipes.resident else None
-        self.kv, self.state = self._new()
+        self._renew()
 
     def program(self, key: Key) -> CompiledProgram:
         """Return the executable; loads or compiles it if necessary."""
@@ -143,7 +143,8 @@ class DeviceCalls:
             self._put_tables()
             uploaded = upload.ints, upload.floats, self.programs.features.operands(key.variants)
             late = () if gate is None else (gate.address,)
-            self.kv, self.state, output = program(self.leaves, self.kv, self.state, *uploaded, *late)
+            self.kv, state, output = program(self.leaves, self.kv, self._state_in(key), *uploaded, *late)
+            self._keep(state)
             if self._copies:
                 output.rows.copy_to_host_async()
                 for array, copied in zip(output.extra, self.programs.features.copied, strict=True):
@@ -173,7 +174,8 @@ class DeviceCalls:
         """Run the second half of a late step and return its rows."""
         self._recorder.choose(key, scores, operand)
         with self._reported:
-            self.state, rows = program(self.state, scores, upload.ints, upload.floats, operand)
+            state, rows = program(self._state_in(key), scores, upload.ints, upload.floats, operand)
+            self._keep(state)
             if self._copies:
                 rows.copy_to_host_async()
         return rows
@@ -205,7 +207,7 @@ class DeviceCalls:
         """Write a request's history into its slot."""
         self._recorder.admit(ints, floats)
         with self._reported:
-            self.state = program(self.state, ints, floats)
+            self._keep(program(self.state._replace(own=self._own), ints, floats))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
@@ -303,28 +305,28 @@ class DeviceCalls:
     @property
     def memory(self) -> list[Array]:
         """The arrays of pages and state."""
-        return jax.tree.leaves((self.kv, self.state))
+        return jax.tree.leaves((self.kv, self.state, self._own))
 
     def renew(self) -> None:
         """Replace pages and state by new ones; their content is lost."""
         self._delete()
-        self.kv, self.state = self._new()
+        self._renew()
 
     def sleep(self) -> None:
         """Give pages and state back, and forget the weights, which are the caller's. `wake` follows."""
         self.wait(self.memory)
         self._delete()
-        self.kv, self.state, self.leaves = (), None, ()
+        self.kv, self.state, self._own, self.leaves = (), None, (), ()
 
     def wake(self, leaves: Sequence[Array]) -> None:
         """Use new pages and state, and these weights."""
         self.leaves = tuple(leaves)
-        self.kv, self.state = self._new()
+        self._renew()
 
     def free(self) -> None:
         """Give pages and state back, once no step reads them; the weights are the caller's."""
         try:
-            self.wait(self.state)
+            self.wait((self.state, self._own))
         finally:
             self._delete()
             self.leaves = ()
@@ -346,11 +348,21 @@ class DeviceCalls:
         if self.tables is not None:
             self.tables.dispatched()
 
-    def _new(self) -> tuple[paged.KV, Any]:
+    def _renew(self) -> None:
         if self.tables is not None:
             self.tables.forget()
         self._recorder.renew()
-        return self.programs.memory()
+        self.kv, self.state, self._own = self.programs.memory()
+
+    def _state_in(self, key: Bucket) -> Any:
+        """Return the state that a program takes."""
+        return self.state._replace(own=self._own) if self.programs.features.keeps_own(key.variants) else self.state
+
+    def _keep(self, state: Any) -> None:
+        """Take the state that a program returned. Features' own parts are kept apart: most programs lack them."""
+        if state.own:
+            self._own, state = state.own, state._replace(own=())
+        self.state = state
 
     def _delete(self) -> None:
         for leaf in self.memory:

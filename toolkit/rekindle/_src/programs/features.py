@@ -64,6 +64,8 @@ class Features:
         self.outputs = tuple(part for part in parts if part.has_output)
         self._with_slots = tuple(one for one in entries if one.slot.ints or one.slot.floats)
         self.slots = tuple(feature.slot for feature in self._with_slots)  # in the order of `RequestState.own`
+        assert all(one.part.variant for one in self._with_slots), "every program would carry these slots"
+        self._owning = int(_union(one.part.variant for one in self._with_slots))
         self.copied = tuple(bool(part.variant) and part.copied for part in self.outputs)  # in every step
         self.streams = next((part.streams for part in parts if part.streams), ())
         self.matrices: str | None = next((part.matrices for part in parts if part.warmed and part.matrices), None)
@@ -126,6 +128,10 @@ class Features:
             if (extended or not extends) and in_plan(plan):
                 bits |= variant
         return _variant(bits)
+
+    def keeps_own(self, variants: ProgramVariant) -> bool:
+        """True if a program contains a feature with slots of its own: others neither take nor return these arrays."""
+        return bool(int(variants) & self._owning)
 
     def slot_index(self, feature: Feature) -> int:
         """Return the place of a feature's slots in `RequestState.own`."""

@@ -469,7 +469,7 @@ class LayeredPrograms:
 
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)
-            return self._outer, recipes.state, self._streams(shapes), shapes.inputs
+            return self._outer, recipes.state_in(key), self._streams(shapes), shapes.inputs
 
         return ProgramPart(name, function, arguments, (1,))
 

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -202,8 +203,11 @@ class Programs:
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
 
-    def memory(self) -> tuple[paged.KV, RequestState]:
-        """Return new pages and state. If XLA rejects the kernel that makes zeros without writing them, go without."""
+    def memory(self) -> tuple[paged.KV, RequestState, tuple[Any, ...]]:
+        """Return new pages, state and the features' own parts of it.
+
+        If XLA rejects the kernel that makes zeros without writing them, go without.
+        """
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:

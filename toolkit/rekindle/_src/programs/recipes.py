@@ -71,7 +71,8 @@ class Recipes:
     sides: tuple[DevicePlan, ...]
     local_kv: paged.KV  # the pages of one device
     kv: paged.KV  # of all devices together
-    state: request_state.RequestState
+    state: request_state.RequestState  # without the features' own parts
+    own: tuple[Any, ...]  # of each feature that has slots of its own
     config: ResolvedConfig  # of one data shard
     features: Features
     parts: Partitioning
@@ -115,8 +116,8 @@ class Recipes:
                 model.vocab_size,
                 width if resident else None,
                 (model.hidden_size * max(1, len(features.streams)), graph.precision.stream) if keeps_hidden else None,
-                features.slots,
             ),
+            own=request_state.own_parts(config.max_requests, features.slots),
             config=config,
             features=features,
             parts=parts,
@@ -191,6 +192,14 @@ class Recipes:
         """Return the shapes of features' operands."""
         return self.features.operand_shapes(key.variants)
 
+    def state_in(self, key: Bucket) -> request_state.RequestState:
+        """Return the shapes of the state that a step takes and returns."""
+        return self._whole_state if self.features.keeps_own(key.variants) else self.state
+
+    @property
+    def _whole_state(self) -> request_state.RequestState:
+        return self.state._replace(own=self.own)
+
     def upload(self, layout: Layout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Return the shapes of the buffers that a step gets from the host."""
         return _ints(layout.ints), _floats(layout.floats)
@@ -200,12 +209,12 @@ class Recipes:
         if isinstance(key, Bucket):
             return self._half(key) if key.span not in (StepSpan.ALL, StepSpan.GATED) else self._step(key)
         if key == MEMORY:
-            return Recipe(lambda: zeros((self.local_kv, self.state)), (), (), (), (PAGES, ROWS))
+            return Recipe(lambda: zeros((self.local_kv, self.state, self.own)), (), (), (), (PAGES, ROWS, ROWS))
         if key == ADMIT:
             own = self.features.slots
             ints, floats = request_state.admission_sizes(self.width * self.page_size, own)
-            slot, admit = (self.state, _ints(ints), _floats(floats)), functools.partial(request_state.admit, own=own)
-            return Recipe(admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
+            slot = self._whole_state, _ints(ints), _floats(floats)
+            return Recipe(functools.partial(request_state.admit, own=own), slot, (0,), (ROWS, ROWS, ROWS), ROWS)
         if key == TABLES:
             rows = _ints(packing.PUT * (1 + self.width))
             return Recipe(packing.put_tables, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
@@ -251,7 +260,9 @@ class Recipes:
     def _step(self, key: Bucket) -> Recipe:
         layout = self.layout(key)
         step = make_step(self.graph, layout, self.page_size, implementation=self.config.kernels)
-        arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout), self._operands(key))
+        arguments: tuple[Any, ...] = (
+            self.leaves, self.kv, self.state_in(key), *self.upload(layout), self._operands(key)
+        )  # fmt: skip
         operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
         if key.span is StepSpan.GATED:
             assert not self.parts.divided, "no program on a mesh waits for an operand"
@@ -278,7 +289,7 @@ class Recipes:
         scores = ChoiceInputs(logits, last, (last,) * len(self.features.streams))
         operand = jax.ShapeDtypeStruct((layout.sequences, self.features.late.operand_width(vocab_size)), jnp.int32)
         choice = make_choice(layout, self.page_size, implementation=precision.implementation)
-        return Recipe(choice, (self.state, scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))
+        return Recipe(choice, (self.state_in(key), scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

@@ -73,7 +73,8 @@ class RequestState(NamedTuple):
     # Of the latest tokens, each at its position modulo HIDDEN_KEPT, if a drafter reads them
     hidden: Array | None = None  # [L, HIDDEN_KEPT, F]: the final hidden state, or the inputs of layers
     after: Array | None = None  # int32 [L, HIDDEN_KEPT]: the token after it
-    own: tuple[object, ...] = ()  # of each feature that has a `SlotState`
+    # Of each feature that has a `SlotState`; programs without such a feature neither take nor return it
+    own: tuple[object, ...] = ()
 
 
 def abstract_state(
@@ -81,24 +82,26 @@ def abstract_state(
     vocab: int,
     width: int | None = None,
     hidden: tuple[int, Any] | None = None,
-    own: Sequence[SlotState] = (),
 ) -> RequestState:
     """Return the shapes of the state of `slots` requests and the scratch slot,
-    with page tables if `width` is given, with kept hidden states if their size and dtype are, and with features'
-    `own` parts."""
+    with page tables if `width` is given, and with kept hidden states if their size and dtype are."""
     L = slots + 1
     shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
     dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
     leaves: Any = map(jax.ShapeDtypeStruct, shapes, dtypes)
     tables: Any = None if width is None else jax.ShapeDtypeStruct((L, width), jnp.int32)
-    parts = tuple(part.shapes(L) for part in own)
-    state = RequestState(*leaves)._replace(tables=tables, own=parts)
+    state = RequestState(*leaves)._replace(tables=tables)
     if hidden is None:
         return state
     size, dtype = hidden
     kept: Any = jax.ShapeDtypeStruct((L, HIDDEN_KEPT, size), dtype)
     after: Any = jax.ShapeDtypeStruct((L, HIDDEN_KEPT), jnp.int32)
     return state._replace(hidden=kept, after=after)
+
+
+def own_parts(slots: int, own: Sequence[SlotState]) -> tuple[Any, ...]:
+    """Return the shapes of features' `own` parts of the state of `slots` requests and the scratch slot."""
+    return tuple(part.shapes(slots + 1) for part in own)
 
 
 def record(state: RequestState, slots: Array, counted: Array, tokens: Array) -> RequestState:
