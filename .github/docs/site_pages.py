@@ -33,6 +33,7 @@ IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 PAGE_LINK = re.compile(r'href="(\d\d_\w+)\.ipynb"')  # of an output, whose page is a folder of its own
 PREDICTION = re.compile(r"(\*\*Predict\.\*\*.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
 FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")  # of an answer, which its cell asserts
+FOLDED = {"solution": "Solution", "check": "Check"}  # cells whose code would tell a reader too much
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -152,8 +153,9 @@ def notebook(path: Path, repository: str | None = None) -> str:
         if "yours" in cell["metadata"].get("tags", ()):
             continue  # to write in, which a site's reader can't
         asked, code = "**Predict.**" in before, f"```python\n{source}\n```"
-        if "solution" in cell["metadata"].get("tags", ()):
-            code = f'<details markdown="1"><summary>Solution</summary>\n\n{code}\n\n</details>'
+        for tag in cell["metadata"].get("tags", ()):
+            if tag in FOLDED:
+                code = f'<details markdown="1"><summary>{FOLDED[tag]}</summary>\n\n{code}\n\n</details>'
         parts.append(code)
         shown = []
         for output in cell["outputs"]:

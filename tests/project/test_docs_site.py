@@ -99,6 +99,17 @@ def test_an_answer_is_folded_until_it_is_asked_for(site: ModuleType) -> None:
     assert after.index("96 of 114 prompt tokens") < after.index("</details>", after.index("<summary>Output</summary>"))
 
 
+def test_no_page_asserts_an_answer_in_sight_of_its_question(site: ModuleType) -> None:
+    """Next to a question there are code that shows something, and folds."""
+    for path in sorted((ROOT / "tutorials/course").glob("[0-9]*.ipynb")):
+        text = re.sub(r"<details.*?</details>", "", site.notebook(path), flags=re.DOTALL)
+        for asked in text.split("**Predict.**")[1:]:
+            (code,) = re.findall(r"```python\n(.*?)\n```", asked, re.DOTALL)[:1]
+            after = asked.partition(code)[2].partition("\n\n")[2]
+            assert not after.startswith(("```text", "<div>", "<img")), f"{path.name} shows what {code} printed"
+            assert not re.search("^assert ", code, re.MULTILINE), f"{path.name} shows an answer in {code}"
+
+
 def test_links_of_outputs_lead_to_pages_and_cells_to_write_in_are_left_out(site: ModuleType, tmp_path: Path) -> None:
     import nbformat
 

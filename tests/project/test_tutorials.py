@@ -109,7 +109,7 @@ def test_it_is_short_and_explained(source: Path) -> None:
     import jupytext
 
     cells = jupytext.read(source).cells
-    cells = [cell for cell in cells if "yours" not in cell.metadata.get("tags", ())]
+    cells = [cell for cell in cells if not {"yours", "check"} & set(cell.metadata.get("tags", ()))]
     code = [cell for cell in cells if cell.cell_type == "code"]
     assert 5 <= len(cells) <= 45
     assert 4 <= len(code) <= 30
@@ -136,17 +136,22 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
         notebook.cells = [nbformat.v4.new_markdown_cell(f"# 01 X\n\n{head}")]
         for kind, text in cells:
             new = nbformat.v4.new_markdown_cell if kind == "words" else nbformat.v4.new_code_cell
-            notebook.cells.append(new(text, metadata={"tags": ["solution"]} if kind == "solution" else {}))
+            notebook.cells.append(new(text, metadata={"tags": [kind]} if kind in {"solution", "check"} else {}))
         path = tmp_path / "01_x.ipynb"
         nbformat.write(notebook, path)
         return "; ".join(course.Page.read(path).problems())
 
-    right = ("code", 'assert len(x) == 1024, "there are many"')
+    shown, right = ("code", "print(len(x))"), ("check", 'assert len(x) == 1024, "there are many"')
     solution = ("solution", 'assert f(2) == 4, "it doubles"')
-    thrice = (("words", asked), right) * 3
+    thrice = (("words", asked), shown, right) * 3
     exercise = ("words", "## Exercise")
     assert problems(*thrice, exercise, solution) == ""
-    assert "2 predictions" in problems(*thrice[2:], exercise, solution)
+    assert "2 predictions" in problems(*thrice[3:], exercise, solution)
+    seen = ("code", right[1])
+    assert "in sight of its question" in problems(("words", asked), seen, *thrice, exercise, solution)
+    assert "in sight of its question" in problems(("words", asked), seen, right, *thrice, exercise, solution)
+    apart = (("words", asked), shown, ("words", "More."), right)
+    assert "answers 1,024" in problems(*apart, *thrice, exercise, solution)
     assert "needs the line **Takes:** about 5" in problems(
         *thrice, exercise, solution, head=head.replace("5 m", "10 m")
     )
@@ -157,7 +162,7 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
         ("![a](../source/pictures/a.svg)", "diagram"),
     ):
         assert f"has no {missing}" in problems(*thrice, exercise, solution, head=head.replace(part, ""))
-    wrong = ("code", 'assert len(x) == 11024, "there are more"')
+    wrong = ("check", 'assert len(x) == 11024, "there are more"')
     assert "answers 1,024" in problems(("words", asked), wrong, *thrice, exercise, solution)
     assert "tag solution" in problems(*thrice, exercise)
     assert "has no ## Exercise" in problems(*thrice, solution)
@@ -165,6 +170,20 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
     assert "tag solution" in problems(*thrice, exercise, idle)
     silent = ("code", "assert await f() == 1024")
     assert "without saying" in problems(("words", asked), silent, *thrice, exercise, solution)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_a_notebook_folds_what_a_reader_has_not_asked_for(source: Path) -> None:
+    """JupyterLab hides outputs after a question until their cell runs, and the code of checks and solutions."""
+    asked = False
+    for cell in nbformat.read(build.built(source), as_version=4).cells:
+        tags, hidden = set(cell.metadata.get("tags", ())), cell.metadata.get("jupyter", {})
+        if cell.cell_type == "markdown":
+            asked = "**Predict.**" in cell.source
+        elif tags & {"check", "solution"}:
+            assert hidden.get("source_hidden") and (not cell.outputs or hidden.get("outputs_hidden"))
+        elif asked and cell.outputs:
+            assert hidden.get("outputs_hidden")
 
 
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)

@@ -44,7 +44,7 @@ HTML(f"<div>{picture.read_text(encoding='utf-8')}{SCRIPT}</div>")
 # | **know how it works** | [02](02_what_a_step_does.ipynb), [03](03_continuous_batching.ipynb), [19](19_the_roofline.ipynb), [05](05_prefix_cache.ipynb), [04](04_sampling.ipynb), [27](27_your_own_engine.ipynb), [28](28_your_own_engine_finished.ipynb), [29](29_long_context.ipynb), [30](30_what_it_costs.ipynb), [33](33_experts.ipynb), [34](34_four_bits.ipynb), [22](22_speculation.ipynb), [09](09_paged_attention_in_pallas.ipynb), [12](12_dispatch_loop.ipynb), [24](24_several_devices.ipynb), [25](25_replicas_and_routing.ipynb) |
 # | **do research** | [15](15_inside_the_model.ipynb), [11](11_logits_processor.ipynb), [16](16_train_with_rewards.ipynb), [10](10_bring_your_own_checkpoint.ipynb), [23](23_recurrent_state.ipynb), [07](07_warm_restarts.ipynb), [06](06_memory_tiers.ipynb) |
 #
-# On each page, cells that show something follow a question. Write your guess down, run the cell, and unfold our answer: the cell asserts the figures that the answer has in bold.
+# On each page, cells that show something follow a question. Write your guess down, run the cell, and unfold our answer: a folded cell asserts the figures that it has in bold.
 #
 # ## A layer, with its shapes
 #
@@ -67,6 +67,8 @@ shapes = {path: leaf.shape for path, leaf in zip(model.graph.paths, model.leaves
 for path, shape in shapes.items():
     if path.startswith("layers.0.") or not path.startswith("layers."):
         print(f"{path:32} {shape}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert shapes["layers.0.attention.qkv.weight"][0] == 512, "a row for each number of queries, keys and values"
 
 # %% [markdown]
@@ -87,6 +89,8 @@ assert shapes["layers.0.attention.qkv.weight"][0] == 512, "a row for each number
 # %%
 V, E = shapes["embed.weight"]
 print(f"{V:,} tokens in the vocabulary, {E} numbers for each")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert V == 2048, "a logit for each token of the vocabulary"
 
 # %% [markdown]
@@ -105,6 +109,8 @@ share = sum(count for path, count in counts.items() if path.startswith("mlp.")) 
 for path, count in counts.items():
     print(f"{path:24} {count:8,}  {'█' * (count // 10000)}")
 print(f"{share:.0%} in the MLP")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(share, 1) == 0.7, "most parameters of a layer are in its MLP"
 
 # %% [markdown]

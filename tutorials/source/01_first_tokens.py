@@ -53,6 +53,8 @@ print("ended by    ", done.finish_reason)
 print("tokens      ", done.usage.prompt_tokens, "in,", done.usage.completion_tokens, "out")
 print("first ids   ", done.token_ids[:6])
 print("their texts ", done.token_texts[:6])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert done.usage.prompt_tokens == 4, "four frequent words are four tokens"
 
 # %% [markdown]
@@ -123,6 +125,8 @@ for question in ("My name is Anna and I live in Rome.", "Tell me a story about a
     print(f"you:   {question}")
     print(f"model: {reply.text}")
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert session.config.page_size == 32, "pages have 32 tokens by default"
 assert reply.usage.cached_tokens >= 64, "the third question reuses the whole pages of the conversation"
 
@@ -176,6 +180,8 @@ greedy = await session.generate("One day, Tom found a", n=3, max_tokens=14)
 drawn = await session.generate("One day, Tom found a", n=3, max_tokens=14, temperature=1.0, seed=1)
 for one in drawn:
     print(f"seed {one.seed}: {one.text!r}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len({one.text for one in greedy}) == 1, "greedy continuations are equal"
 assert len({one.text for one in drawn}) == 3, "drawn ones differ"
 

@@ -158,6 +158,8 @@ while len(cached) < len(tokens):
     logits, cache = step(weights, cache, jnp.array(cached[-1:]), len(cached) - 1)  # decode
     cached.append(int(logits[-1].argmax()))
 print(cached == tokens, tokenizer.decode(cached))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert empty.nbytes // CONTEXT == 5120, "a token's keys and values are 2 L K D numbers"
 assert cached == tokens, "a KV cache gives the same tokens as computing everything again"
 
@@ -231,12 +233,16 @@ reports[0]
 # %%
 for report in reports:
     print(report.rows[0])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(reports) == 12, "the prefill step gives the first token"
 assert -(-(len(prompt) + len(reports) - 1) // 8) == 2, "fifteen positions need two pages of eight"
 
 # %%
 done = await handle
 print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert list(done.token_ids) == tokens[len(prompt) :], "the engine gives the tokens of the plain loop"
 
 # %% [markdown]
@@ -266,8 +272,10 @@ async with session.paused():
     await session.step()
     two = session.submit("The little bird sat on the", max_tokens=6)
     mixed = await session.step()
-assert mixed.tokens == 7, "a step carries a decode row and a prompt together"
 mixed
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert mixed.tokens == 7, "a step carries a decode row and a prompt together"
 
 # %% [markdown]
 # All rows go through the same matrices together; only attention looks at different pages for each. The *program* is the

@@ -103,6 +103,8 @@ static = []
 async with session.paused():
     for start in range(0, len(LENGTHS), SLOTS):
         static += await stepping([submit(length) for length in LENGTHS[start : start + SLOTS]])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(static) == 106, "a static batch takes the steps of its longest text"
 
 # %% [markdown]
@@ -122,6 +124,8 @@ assert len(static) == 106, "a static batch takes the steps of its longest text"
 # %%
 async with session.paused():
     continuous = await stepping([submit(length) for length in LENGTHS])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(LENGTHS) / SLOTS == 48, "192 tokens fill four slots for 48 steps"
 assert len(continuous) == 58, "a free slot goes to the next request at once"
 
@@ -191,6 +195,8 @@ async with session.paused():
 
 for report in chunked[:6]:
     print(report)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert max(report.tokens for report in chunked) == 128, (
     "a step never exceeds its budget, and a lone prompt uses all of it"
 )

@@ -107,6 +107,8 @@ compare(
     "temperature",
     **{"0.4": await drawn(temperature=0.4), "1.0": shares, "2.0": await drawn(temperature=2.0)},
 )
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert softmax(0.4).max() > 0.5, "a temperature of 0.4 nearly quadruples the largest share"
 
 # %% [markdown]
@@ -135,6 +137,8 @@ cuts = {
 }
 compare("three ways to cut", **cuts)
 print(f"{1 - exact.sum():.2f} of the probability is behind the first twenty tokens")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert cuts["top_k=4"][4:].sum() == 0, "top_k=4 leaves four tokens"
 assert 0.1 < 1 - exact.sum() < 0.25, "about a sixth of the probability is in the tail"
 
@@ -159,6 +163,8 @@ for prompt in ("The cat was", PROMPT):
     remaining[prompt] = kept[0.2]
     assert prompt == PROMPT or round(ordered[0], 2) == 0.98, "after “The cat was” one token is nearly certain"
     print(f"{prompt!r}, kept by min_p: " + ", ".join(f"{count} tokens at {p}" for p, count in kept.items()))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert remaining["The cat was"] == 1, "min_p keeps one token where the model is sure"
 assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
 
@@ -202,11 +208,14 @@ if smollm2:
         p /= p.sum()
         nucleus_size, min_p_size = int(np.sum(np.cumsum(p) - p < 0.9)), int(np.sum(p >= 0.1 * p[0]))
         print(f"temperature {temperature}: top_p=0.9 keeps {nucleus_size:,} tokens, min_p=0.1 keeps {min_p_size}")
+figure
+
+# %% jupyter={"source_hidden": true} tags=["check", "real"]
+if smollm2:
     assert done.text == " Rome", "SmolLM2 knows the capital of Italy"
     assert nucleus_size > 1000, "at temperature 1.5 the tail has more than a tenth of the probability"
     assert abs(p[0] - 0.12) < 0.02, "the likeliest token is not likely at this temperature"
     assert min_p_size < 20, "min_p measures against the likeliest token, whatever the tail has"
-figure
 
 # %% [markdown]
 # ## Biases and masks

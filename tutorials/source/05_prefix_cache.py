@@ -54,6 +54,8 @@ miss = await session.generate(story + " Then", max_tokens=8)
 hit = await session.generate(story + " Suddenly", max_tokens=8)
 for done in (miss, hit):
     print(done.usage)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert hit.usage.cached_tokens == 80, "a prompt reuses the whole pages that it shares"
 
 # %% [markdown]
@@ -93,6 +95,8 @@ exact = session.tokenizer.encode(story)[: 3 * PAGE]
 await session.generate(exact, max_tokens=1)
 again = await session.generate(exact, max_tokens=1)
 print(again.usage)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert again.usage.cached_tokens == 47, "the last position is computed for its logits"
 
 # %% [markdown]
@@ -124,6 +128,8 @@ for ids in (base, left, right, [*left, *three]):
     print(
         f"{len(ids) + 1:3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree"
     )
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 2 + 3 + 3 + 4 == 12, "pages without sharing"
 assert session.stats().cache.nodes == 5, "every branch is stored once"
 

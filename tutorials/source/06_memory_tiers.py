@@ -74,8 +74,10 @@ plt.xlabel("documents read")
 plt.ylabel("MB of pages")
 plt.legend()
 plt.show()
-assert device[4] > 0.9 * device.max(), "the device stays full"
 pages_below = host[4] * 1e6 / (device.max() * 1e6 / 50)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert device[4] > 0.9 * device.max(), "the device stays full"
 assert round(pages_below) >= 30, "what leaves the device is in host memory"
 
 # %% [markdown]
@@ -107,9 +109,11 @@ async with session.paused():
     report = await session.step()
 done = await handle
 print(done.usage)
+report
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert done.usage.cached_tokens == 256, "pages come back from host memory"
 assert report.tokens == 1, "only the question is computed"
-report
 
 # %% [markdown]
 # Only the question is left to compute, one token in a decode row. Pages travel in front of the step that needs them and pages
@@ -174,6 +178,8 @@ plt.bar(rates.keys(), rates.values())
 plt.ylabel("share of tokens from the cache")
 plt.ylim(0, 1)
 plt.show()
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert max(rates.values()) <= 0.875, "every document is computed once"
 assert rates["lpm"] > rates["fcfs"] + 0.1, "an order that looks at the cache finds more"
 

@@ -121,6 +121,8 @@ await kernel.kill()
 kernel = await Kernel().start()
 await measure("after a kill", kernel)
 print(await kernel.run("print(session.programs())"))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert int(await kernel.run("print(session.stats().compilations)")) == 0, "a second start compiles nothing"
 
 # %% [markdown]
@@ -149,6 +151,8 @@ await kernel.kill()
 kernel = await Kernel().start()
 CELL, whole = CELL.replace('restore="auto"', 'restore="none"'), CELL
 await measure("programs, no pages", kernel)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 0, "no page was looked for"
 
 # %%
@@ -190,6 +194,8 @@ kernel = await Kernel().start()
 CELL = whole.replace('restore="auto"', 'restore="zoe"')
 await measure("from the snapshot", kernel)
 print(await kernel.run("print(*session.cache.snapshots(), sep='\\n')"))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 42 * 16 == 672, "42 whole pages of 16"
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 672, "a snapshot brings whole pages"
 

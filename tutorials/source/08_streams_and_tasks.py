@@ -197,6 +197,8 @@ for _ in range(1000):  # aborts are carried out within a step
         break
     await anyio.sleep(0.01)
 print(session.stats().aborted - before, "requests were aborted")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert session.stats().aborted - before == 2, "leaving a scope aborts what it holds"
 
 # %% [markdown]
@@ -227,6 +229,8 @@ for handle in handles:
 many = await small.generate([f"Story {number}:" for number in range(10)], max_tokens=4)  # waits in turn
 print(len(many), "completions")
 await small.aclose()
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(handles) == 4, "places are those that run and those that wait"
 assert len(many) == 10, "awaiting calls wait for a place"
 
@@ -249,8 +253,10 @@ assert len(many) == 10, "awaiting calls wait for a place"
 rows = [{"name": name, "animal": animal} for name in ("Anna", "Tom", "Lily") for animal in ("dog", "cat", "duck")]
 rows.append({"name": "Max"})  # it has no animal
 answers = await session.map(rows, "{name} had a {animal}. The {animal}", max_tokens=12)
-assert len(answers.errors) == 1, "a row that fails does not stop the others"
 answers
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len(answers.errors) == 1, "a row that fails does not stop the others"
 
 # %% [markdown]
 # With `out` each answer is written to a file as soon as it is there. Interrupt the cell, or kill the kernel, and run it again:

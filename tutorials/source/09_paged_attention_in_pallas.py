@@ -191,6 +191,8 @@ def decode(kernel, q, kv, table, lengths):
 
 
 compare("page by page", decode(attend_paged, q, kv, table, lengths))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert N * W == 12, "step 1 reads the same number of pages for every text"
 assert sum(-(-int(length) // S) for length in lengths) == 8, "a loop reads the pages that a text has"
 assert float(jnp.abs(decode(attend_paged, q, kv, table, lengths) - expected).max()) < 1e-5, "page by page is exact"
@@ -265,6 +267,8 @@ def decode_split(q, kv, table, lengths):
 
 
 compare("split", decode_split(q, kv, table, lengths))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert float(jnp.abs(decode_split(q, kv, table, lengths) - expected).max()) < 1e-5, "so is splitting"
 assert max(pl.cdiv(pl.cdiv(int(length), S), SPLITS) for length in lengths) == 2, "two splits halve the longest program"
 
@@ -290,6 +294,8 @@ mistakes = {
 }
 for name, found in mistakes.items():
     compare(name, found)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.values()), "classic mistakes show"
 
 # %% [markdown]

@@ -34,7 +34,7 @@ tokenizer = Tokenizer.load(tiny.folder())
 #
 # <details><summary>Answer</summary>
 #
-# **0**. Without it, all **14**.
+# **0**. Without it, all of them.
 #
 # </details>
 
@@ -54,6 +54,8 @@ async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-e
         repeated = sum(one == two for one, two in zip(before, done.token_ids, strict=True))
         print(f"{'':10}{repeated} of {len(before)} tokens equal the one before")
         assert names or repeated == 14, "without the processor, each token is the one before"
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert repeated == 0, "with it, no token comes twice in a row"
 
 # %% [markdown]
@@ -106,6 +108,7 @@ def lipogram(logits, context):
     return jnp.where(has_e, -jnp.inf, logits)
 
 
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert has_e.sum() == 728, "a third of the tokens has an e"
 
 # %% [markdown]
@@ -161,6 +164,8 @@ for names in ((), "no-e", ("no-e", "fresh-words")):
 # %%
 many = await session.generate("Max had a", n=4, temperature=1.0, seed=0, max_tokens=40, processors="no-e")
 print([done.text.lower().count("e") for done in many])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(done.text.lower().count("e") for done in many) == 0, "a masked token is never drawn"
 
 # %% [markdown]

@@ -77,6 +77,8 @@ def show(plan: StepPlan) -> None:
 
 plan = scheduler.plan()
 show(plan)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(row.length for row in plan.rows) == 8, "a plan fills its budget in order of arrival"
 
 # %% [markdown]
@@ -94,6 +96,8 @@ assert sum(row.length for row in plan.rows) == 8, "a plan fills its budget in or
 # %%
 following = scheduler.plan()
 show(following)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(row.length for row in following.rows) == 5, "the next request comes along"
 
 # %% [markdown]
@@ -192,6 +196,8 @@ scheduler.check_integrity()
 
 # %%
 print([f"{what} {step}" for what, step, _ in runner.log[:7]])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert [what for what, *_ in runner.log].index("fetch") == 2, (
     "the next step is dispatched before the last one is fetched"
 )

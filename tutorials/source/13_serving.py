@@ -74,6 +74,8 @@ done = await anyio.to_thread.run_sync(post, "/v1/completions", body)
 print(done["choices"][0]["text"])
 usage = done["usage"]
 print(f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert usage["prompt_tokens_details"]["cached_tokens"] >= 96, "clients hit what cells computed"
 
 # %% [markdown]
@@ -106,6 +108,8 @@ async with anyio.create_task_group() as group:
         await anyio.sleep(0.005)
     print(most, "requests run")
     mine = [await handle for handle in handles]
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert most == 8, "cells and clients share one batch"
 
 # %% [markdown]
@@ -156,8 +160,11 @@ import urllib.error
 try:
     await anyio.to_thread.run_sync(post, "/v1/completions", {"prompt": "Hello", "top_p": 7})
 except urllib.error.HTTPError as error:
-    print(error.code, json.load(error)["error"])
-    assert error.code == 400, "a client's mistake is a client's error"
+    refused = error.code
+    print(refused, json.load(error)["error"])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert refused == 400, "a client's mistake is a client's error"
 
 # %% [markdown]
 # ## Figures for a dashboard

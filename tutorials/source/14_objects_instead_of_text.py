@@ -58,6 +58,8 @@ many = await session.generate(
 )
 for one in many:
     print(one.finish_reason, one.parsed)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(isinstance(one.parsed, Person) or one.parse_error is not None for one in many) == 4, (
     "each is a Person, or says why not"
 )
@@ -101,9 +103,11 @@ except rekindle.InvalidRequest as error:
 # %%
 moods = await session.generate("Was Tom happy? ", choice=["yes", "no", "maybe"], n=20, temperature=1.0, seed=0)
 print(*(one.parsed for one in moods))
-assert len({one.parsed for one in moods}) <= 3, "choices are the only texts"
 print((await session.generate("The time is ", regex="(1[0-2]|[1-9]):[0-5][0-9]")).parsed)
 print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna") " " ("ran" | "sat") "."')).text)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len({one.parsed for one in moods}) <= 3, "choices are the only texts"
 
 # %% [markdown]
 # ## How it works
@@ -125,8 +129,10 @@ print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna
 # </details>
 
 # %%
-assert len(session.allowed(done, at=0).token_ids) == 1, "an object begins in one way"
 session.allowed(done, at=0)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len(session.allowed(done, at=0).token_ids) == 1, "an object begins in one way"
 
 # %% [markdown]
 # Inside of the name almost everything is allowed, and the token that came is framed if it is among those shown:

@@ -47,8 +47,10 @@ session = await rekindle.open("tiny", max_requests=16, quiet=True, restore="none
 # %%
 done = await session.generate("Once upon a time there was", max_tokens=8, capture={"residual": "all"})
 layers = len(done.captured)
-assert len(done.captured["residual", 0]) == 13, "each position that was computed has a line"
 done.captured
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len(done.captured["residual", 0]) == 13, "each position that was computed has a line"
 
 # %%
 norms = np.stack([np.linalg.norm(done.captured["residual", layer], axis=-1) for layer in range(layers)])
@@ -143,12 +145,14 @@ found = await asyncio.gather(
 )
 effect = (np.reshape(found, (layers, -1)) - sams) / (toms - sams)
 print(f"{len(places)} experiments, {session.stats().compilations - compiled} programs compiled")
-assert len(places) == 85, "one experiment for each layer and position"
-assert effect.max() > 0.5, "some place turns Sam into Tom"
 again = len(tokens) - tokens[::-1].index(" Sam") - 1  # where the name is read for the second time
 print(f"the second name: {effect[0, again]:.2f} after layer 0, {effect[1, again]:.2f} after layer 1")
 print(f"last position:   {effect[0, -1]:.2f} after layer 0, {effect[1, -1]:.2f} after layer 1")
 print(f"first position:  {effect[0, 0]:.2f} after layer 0, {effect[1, 0]:.2f} after layer 1")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len(places) == 85, "one experiment for each layer and position"
+assert effect.max() > 0.5, "some place turns Sam into Tom"
 assert effect[0, again] > 0.5 > 0.1 > abs(effect[1, again]), "layer 1 reads the name and leaves nothing there"
 assert abs(effect[0, -1]) < 0.1 < 0.5 < effect[1, -1], "and brings it to the last position"
 assert 0.2 < effect[1, 0] < 0.5, "a smaller part stays at the first position"
@@ -247,6 +251,8 @@ push = rekindle.Steer(1, direction[1], 2.0)
 for name, options in (("plain", {}), ("plain", {}), ("steered", {"steer": push}), ("steered", {"steer": push})):
     done = await session.generate(story, max_tokens=1, **options)
     print(f"{name}: {done.usage.cached_tokens} of {done.usage.prompt_tokens} tokens from the cache")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert done.usage.cached_tokens == 64, "a change shares pages with the same change"
 
 # %% [markdown]

@@ -74,6 +74,8 @@ def marks(text, left, right):
 
 
 print(marks("6 + 5 = 11", 6, 5), marks("6 + 5 = 12", 6, 5), marks("I don't know that.", 6, 5))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert marks("6 + 5 = 12", 6, 5) == 0.4, "part marks for reading the question"
 
 # %% [markdown]
@@ -92,8 +94,10 @@ assert marks("6 + 5 = 12", 6, 5) == 0.4, "part marks for reading the question"
 
 # %%
 batch = await session.rollout(ask(6, 5), n=8, max_tokens=12, pad_to=32, seed=0)
-assert batch.tokens.shape == (8, 32), "a row for each answer, padded to one length"
 batch
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert batch.tokens.shape == (8, 32), "a row for each answer, padded to one length"
 
 # %% [markdown]
 # ## A loss
@@ -204,6 +208,8 @@ await session.swap_weights(params)
 for number, form in enumerate(FORMS):
     part = slice(36 * number, 36 * number + 36)
     print(f"{form:22} {sum(before[part]):2} of 36 before, {sum(after[part]):2} after")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(after[:36]) > 30, "it has learned the form that it was trained on"
 assert sum(before[:36]) < 10, "which it could not do before"
 

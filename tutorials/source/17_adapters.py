@@ -117,6 +117,8 @@ for name, chats in examples.items():
 weights = rekindle.models.load(rekindle.tiny.folder())
 size = sum(leaf.size for leaf in weights.leaves)
 print(f"the model: {size:,} numbers")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(100 * 163840 / size, 1) == 4.1, "an adapter is small"
 assert sum(array.size for array in saved["pirate"].values()) == 163840, "rank times the sum of both sides"
 
@@ -194,6 +196,8 @@ for name in (None, "pirate", "butler", "pirate", "corsair"):
     done = await session.generate(story, adapter=name, max_tokens=1)
     cached[name] = [*cached.get(name, []), done.usage.cached_tokens]
     print(f"{name or 'base':8} {done.usage.cached_tokens:2} of {done.usage.prompt_tokens} tokens from the cache")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert cached[None] == cached["butler"] == [0], "other weights find nothing"
 assert cached["pirate"] == [0, 32], "the same weights find their pages"
 assert cached["corsair"] == [32], "under any name"
@@ -217,6 +221,8 @@ compiled = session.stats().compilations
 await session.load_adapter("corsair", folder / "butler")
 print(*await answers([question], adapter="corsair"), f"({session.stats().compilations - compiled} programs compiled)")
 await session.unload_adapter("corsair")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert session.stats().compilations - compiled == 0, "another adapter compiles nothing"
 
 # %% [markdown]

@@ -87,6 +87,8 @@ for name, weights, bits, turn in FILES:
     memory = size + 1.5  # 1 GB of cache, and Python and JAX
     laptop = next(gb for gb in (4, 8, 16, 32, 64) if memory <= gb / 2)
     print(f"{name:18}{bits:5}{size:10.1f}{memory:11.1f}{laptop:8}{50 / size:10.0f}  {turn}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(file_gb(8e9, 4.5), 1) == 4.5, "bits divided by eight are bytes"
 assert int(50 / file_gb(8e9, 4.5)) == 11, "the file is read for each token"
 
@@ -105,6 +107,8 @@ assert int(50 / file_gb(8e9, 4.5)) == 11, "the file is read for each token"
 
 # %%
 print(f"{128 * 1024 * 8192 / 2**30:.1f} GiB")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 128 * 1024 * 8192 / 2**30 == 1, "cache grows with the text"
 
 # %% [markdown]
@@ -182,6 +186,8 @@ rendered = session.render([{"role": "user", "content": question}])
 print(rendered)
 asked, read = (len(session.tokenizer.encode(text)) for text in (question, rendered))
 print(f"{asked} tokens of the question, {read} of the prompt")
+
+# %% jupyter={"source_hidden": true} tags=["check", "real"]
 assert rendered.count(question) == 1, "the template is put around the message"
 assert read > (2 if path else 1) * asked, "most of a short prompt is template"
 

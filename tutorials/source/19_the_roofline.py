@@ -74,6 +74,8 @@ print("SmolLM2's weights" if smollm2 else "random weights of SmolLM2's shape")
 # %%
 weights = model.num_parameters
 print(f"{weights / 1e6:.1f} million weights, {model.nbytes / 1e6:.0f} MB, {2 * weights / 1e9:.2f} GFLOP a token")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(model.nbytes / 1e6) == 269, "two bytes for each weight"
 assert round(2 * weights / model.nbytes, 2) == 1, "an operation for each byte that is read"
 
@@ -166,6 +168,8 @@ print(
 )
 limit = "arithmetic" if 16 * reading > arithmetic else "reading"
 print(f"sixteen texts: the nearer limit is {limit}, and {1 - share[16]:.0%} of the time is neither")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(made[8] / made[1]) == 8, "eight texts share one reading of the weights"
 
 # %%
@@ -238,6 +242,8 @@ for _ in range(4):
     done = await session.generate(rng.integers(3, 4000, 128).tolist(), max_tokens=1)
     seconds.append(done.timings.first_token)
 print(f"{128 / min(seconds):,.0f} prompt tokens/s, {2 * weights * 128 / min(seconds) / 1e9:.0f} GFLOP/s")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(2 * weights * 128 / model.nbytes) == 128, "each weight that is read serves every token of the step"
 
 # %% [markdown]

@@ -69,10 +69,12 @@ async with rekindle.open("tiny", dtype="float32", **OPTIONS) as session:
     scores = await label(session, table)
     seconds = time.perf_counter() - began
 print(f"1,000 rows, 4,000 choices in {seconds:.1f} s; {scores.accuracy(table['answer']):.1%} right")
-assert 1 / len(scores[0]) == 0.25, "four choices"
-assert scores.accuracy(table["answer"]) > 0.5, "the model is better than chance"
 exact = scores.to_pandas()
 exact[["choice", "score", "margin"]].head()
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert 1 / len(scores[0]) == 0.25, "four choices"
+assert scores.accuracy(table["answer"]) > 0.5, "the model is better than chance"
 
 # %% [markdown]
 # ## How sure is it?
@@ -97,6 +99,8 @@ plt.ylabel("share that is right")
 plt.ylim(0, 1.02)
 plt.show()
 print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():.1%} of the other")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
 assert by_margin[:50].mean() < by_margin[50:500].mean(), (
     "but the surest rows are not the ones that are right most often"
@@ -132,6 +136,8 @@ for name in ("int8-weight", "int4"):
     print(f"{name:12} {now.accuracy(held_out['answer']):.1%} right, {flipped[name].mean():.1%} of the labels changed")
 lost, kept = (held_out["margin"][rows].mean() for rows in (flipped["int4"], ~flipped["int4"]))
 print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {kept:.2f}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"
 assert 0 < flipped["int4"].mean() < 0.03, "4 bits change one or two labels in a hundred"
 assert lost < kept / 2, "the labels that 4 bits change had small margins"
@@ -217,6 +223,9 @@ if smollm2:
     print(f"{(margins > 0).sum()} of 24 are called positive")
     right_of = {at: int(((margins > at) == positive)[others].sum()) for at in (0.0, limit)}
     print(", ".join(f"{count} of the other 12 are right with the limit at {at:.1f}" for at, count in right_of.items()))
+
+# %% jupyter={"source_hidden": true} tags=["check", "real"]
+if smollm2:
     assert (margins > 0).sum() > 12, "the model leans to positive"
     assert right_of[limit] > right_of[0.0], "a limit from twelve labelled rows is better on twelve others"
 

@@ -49,6 +49,8 @@ sums = [(left, right) for left in range(50, 80, 4) for right in range(50, 80, 4)
 alone = await session.generate([ask(*pair) for pair in sums], max_tokens=16)
 right = [done.text.strip().endswith(f"= {sum(pair)}") for done, pair in zip(alone, sums, strict=True)]
 print(f"{sum(right)} of {len(sums)} right; for instance {alone[0].text!r}, {alone[-1].text!r}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(right) < 5, "it can't write what it has hardly ever seen"
 
 # %% [markdown]
@@ -112,6 +114,8 @@ import asyncio
 runs = await asyncio.gather(*(agent(ask(*pair)) for pair in sums))
 right = [run[0].result == str(sum(pair)) for run, pair in zip(runs, sums, strict=True)]
 print(f"{sum(right)} of {len(sums)} right, in {np.mean([len(run) for run in runs]):.1f} turns each")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(right) > 50, "a model that copies and a function that adds"
 
 # %% [markdown]
@@ -159,6 +163,8 @@ calls = await session.generate(
 )
 for done in calls:
     print(done.text, "→", {"weather": weather, "clock": clock}[done.parsed.function](done.parsed.days))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(isinstance(done.parsed, Call) for done in calls) == 4, "each call can be run"
 
 # %% [markdown]

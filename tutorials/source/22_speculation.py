@@ -63,6 +63,8 @@ for name, prompt in TEXTS.items():
     table[name] = (slow, quick, one.text == two.text)
     print(f"{name:13} {slow} steps without drafts, {quick} with, the same text: {one.text == two.text}")
     print(f"{'':13} {drafting.explain(two).text}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert table["a loop"][1] < 20, "what repeats itself is guessed"
 
 # %% [markdown]
@@ -102,6 +104,8 @@ async with rekindle.open("tiny", drafts="suffix", **OPTIONS) as remembering:
             await steps(remembering, "Lily made a wish.", temperature=1.0, seed=seed)
         rounds.append(remembering.stats().accepted_tokens - before)
 print(f"drafts that were right: {rounds[0]} of 180 tokens in the first round, {rounds[1]} in the second")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert rounds[1] > 90 > rounds[0], "what was said once is guessed the second time"
 
 # %% [markdown]
@@ -166,6 +170,8 @@ plt.legend()
 plt.show()
 best = max(counts, key=lambda drafts: gain(0.8, drafts, 0.1))
 print(f"{best} drafts gain {gain(0.8, best, 0.1):.2f}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert best == 6, "there is a best number of drafts"
 assert round(gain(0.8, best, 0.1), 1) == 2.5, "it is less than the number of tokens"
 assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
@@ -207,6 +213,8 @@ async with rekindle.open(copy, **OPTIONS) as small:
     said = await small.generate(prefixes, max_tokens=1, temperature=0, ignore_eos=True)
 right = sum(one.token_ids[0] == tokens[len(prefix)] for one, prefix in zip(said, prefixes, strict=True))
 print(f"{right} of 40 tokens are those of the model: with 4 drafts, {expected(right / 40, 4):.1f} tokens in a step")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert right > 30, "four bits say nearly the same"
 
 # %% [markdown]
@@ -271,6 +279,9 @@ if smollm2:
         print(
             f"{what:7} {taken[what, 'without']} steps without drafts, {taken[what, 'with']} with: …{said[what, 'with'][-60:]!r}"
         )
+
+# %% jupyter={"source_hidden": true} tags=["check", "real"]
+if smollm2:
     assert taken["repeat", "with"] < min(21, taken["repeat", "without"] / 2), "a copy takes less than half of the steps"
     assert taken["quote", "with"] < taken["quote", "without"], "a quotation takes fewer, too"
     assert taken["story", "with"] > 0.9 * taken["story", "without"], "a story does not"

@@ -61,6 +61,8 @@ def step(state, token):
 
 state, by_recurrence = jax.lax.scan(step, jnp.zeros((D, D)), (q, k, v))
 print(f"largest difference {float(jnp.abs(by_attention - by_recurrence).max()):.0e}; state {state.shape}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert float(jnp.abs(by_attention - by_recurrence).max()) < 1e-4, "a sum over the past is a state"
 assert D * D == 4096, "the state has 64 · 64 numbers"
 assert D * D // (2 * D) == 32, "a state is as large as keys and values of D / 2 tokens"
@@ -129,8 +131,10 @@ prompt = rng.integers(3, 500, 150).tolist()
 first = await session.generate(prompt, max_tokens=1)
 second = await session.generate(prompt, max_tokens=1)
 print(second.usage)
-assert second.usage.cached_tokens == 128, "a hit ends where a state is"
 session.explain(second)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert second.usage.cached_tokens == 128, "a hit ends where a state is"
 
 # %% [markdown]
 # **Predict.** Another prompt shares the first 100 tokens, and goes on differently. Its last edge within them is at 64, and nobody has kept a state there. How many tokens does it find, and how many does the next prompt find that shares the same 100?
@@ -147,6 +151,8 @@ for end in (7, 8):
     done = await session.generate([*prompt[:100], end, end, end], max_tokens=1)
     found.append(done.usage.cached_tokens)
 print(found)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert found == [0, 64], "states are kept where prompts were seen to part"
 
 # %% [markdown]

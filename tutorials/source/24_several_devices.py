@@ -62,6 +62,8 @@ def mlp(x, up, down):
 whole = jax.nn.silu(x @ up) @ down
 off = float(jnp.abs(mlp(x, up, down) - whole).max() / jnp.abs(whole).max())
 print(f"{mlp(x, up, down).size} numbers are added; relative difference {off:.0e}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert up.shape[1] == 4 * up.shape[0], "the middle is four times larger"
 assert mlp(x, up, down).size == 1024, "a row of the output for each token crosses the link"
 assert off < 1e-5, "two halves and a sum are the whole"
@@ -88,9 +90,11 @@ one = await rekindle.open("tiny", **options)
 two = await rekindle.open("tiny", mesh=2, **options)
 report = two.stats().mesh
 print(report)
+report
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert report.kv_heads == 1, "KV heads are divided"
 assert report.sums == 11, "two sums a layer, one for the embedding"
-report
 
 # %% [markdown]
 # The same text, from the same cache of pages; each device has its KV head of every page.
@@ -107,6 +111,8 @@ report
 texts = [(await session.generate("Once upon a time", max_tokens=40)).text for session in (one, two)]
 print(texts[0] == texts[1], repr(texts[1][:60]))
 print(f"{report.weight_bytes / 1e6:.1f} MB of weights on each device, {report.bytes_per_token:,} bytes of sums a token")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert texts[0] == texts[1], "a mesh gives the tokens of one device"
 assert round(4 * 4_000_512 / 1e6) == 16, "four bytes for each weight"
 assert round(report.weight_bytes / 1e6) == 8, "each device has half of the weights"

@@ -66,6 +66,8 @@ for router in ("round-robin", "shortest", "affinity"):
     outcomes[router] = one = simulate(asks, CONFIG, COST, replicas=8, router=router)
     print(f"{router:12} {one.hit_rate:.2f} from the cache, first token {one.first_token[0] * 1e3:3.0f} ms, "
           f"slowest hundredth {one.first_token[1] * 1e3:3.0f}; busiest {one.imbalance:.2f} of the mean")  # fmt: skip
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(outcomes["round-robin"].imbalance, 1) == 1.0, "a circle is even"
 assert min(outcomes.values(), key=lambda one: one.first_token[0]) is outcomes["affinity"], "hits shorten most waits"
 assert max(outcomes.values(), key=lambda one: one.first_token[1]) is outcomes["affinity"], (
@@ -102,6 +104,8 @@ plt.xlabel("replicas")
 plt.ylabel("share of prompt tokens\nfrom the cache")
 plt.legend()
 plt.show()
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert shares["round-robin"][0] > 0.8, "one cache knows everybody"
 assert shares["round-robin"][-1] < 0.6, "eight caches that know everybody a little"
 assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversations"
@@ -122,6 +126,8 @@ assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversat
 # %%
 for router, one in outcomes.items():
     print(f"{router:12} devices busy {one.busy:.1%} of the time")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 100 * (outcomes["round-robin"].busy - outcomes["affinity"].busy) > 4, "hits are time of devices"
 
 # %% [markdown]

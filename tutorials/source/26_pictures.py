@@ -69,6 +69,8 @@ assert (await ask(sales, "Which bar is the highest?")).text == "The red bar is t
 # %%
 done = await ask(sales, "Which bar is the lowest?")
 print(f"{done.usage.prompt_tokens} tokens, {len(done.patches)} of them rows of the picture")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(done.patches) == 16, "a row for each square of 24 x 24 pixels"
 
 # %% [markdown]
@@ -104,6 +106,8 @@ async def nearest_words(picture):
 colours = {" red", " orange", " yellow", " green", " blue", " purple", " pink", " black"}
 words = await nearest_words(sales)
 print(words)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(word in colours for word in words) == 5, "the highest, the lowest, and three bars"
 
 # %% [markdown]
@@ -140,8 +144,10 @@ first = await ask(trend, "Which line rises?")
 second = await ask(trend, "Which line falls?")
 print(first.text, f"({first.usage.cached_tokens} tokens from the cache)")
 print(second.text, f"({second.usage.cached_tokens} tokens from the cache)")
-assert second.usage.cached_tokens > 16, "the picture, and what is before it"
 encoded = [line for line in str(session.explain(second)).splitlines() if "encoder ran" in line]
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert second.usage.cached_tokens > 16, "the picture, and what is before it"
 assert len(encoded) == 0, "the encoder was not asked"
 
 # %% [markdown]

@@ -136,6 +136,8 @@ def plain_loop(model: LoadedModel, prompt: Sequence[int], count: int, context: i
 mine = plain_loop(model, prompts[0], COUNT)
 computed = sum(range(len(prompts[0]), len(prompts[0]) + COUNT))
 print(mine == expected[0], f"{computed} positions were computed for {COUNT} tokens")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert computed == 372, "a loop without a cache computes the text again for each token"
 assert mine == expected[0], "step 1 says what rekindle says"
 
@@ -309,6 +311,8 @@ class Batch:
 batch = Batch(model, rows=2)
 mine = batch.generate(prompts, COUNT)
 print(mine == expected, f"{batch.steps} steps for {len(prompts)} texts of {COUNT} tokens")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert batch.steps == 48, "two texts share a step"
 assert mine == expected, "step 3 says what rekindle says"
 
@@ -395,6 +399,8 @@ mine = paged.generate(prompts, COUNT)
 print(
     mine == expected, f"{paged.steps} steps over {paged.cache[0].shape[1] - 1} pages; {len(paged.free)} are free again"
 )
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert max(map(len, prompts)) <= 8, "a prompt and 24 tokens fit into two pages"
 assert (paged.steps, len(paged.free)) == (COUNT, 8), "eight pages hold the four texts"
 assert mine == expected, "step 4 says what rekindle says"

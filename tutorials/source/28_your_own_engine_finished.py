@@ -133,9 +133,11 @@ long_expected = await reference(long)
 shared = Shared(model)
 mine = shared.generate(long, COUNT)
 print(mine == long_expected, [request.found for request in shared.last])
+small = Shared(model, pages=9)
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert shared.last[1].found == 32, "whole pages are found"
 assert mine == long_expected, "step 5 says what rekindle says"
-small = Shared(model, pages=9)
 assert small.generate(long, COUNT) == long_expected, "pages are given up and computed again, and the tokens stay"
 
 # %% [markdown]
@@ -190,13 +192,15 @@ class Sampled(Shared):
 # </details>
 
 # %%
-assert tokenizer.vocab_size == 2048, "the embedded vocabulary"
-assert tokenizer.vocab_size // 64 == 32, "32 blocks of 64 tokens"
 options = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
 drawn = await reference(prompts, **options)
 sampled = Sampled(model)
 mine = sampled.generate(prompts, COUNT, **options)
 print(mine == drawn, repr(tokenizer.decode(mine[0])))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert tokenizer.vocab_size == 2048, "the embedded vocabulary"
+assert tokenizer.vocab_size // 64 == 32, "32 blocks of 64 tokens"
 assert mine == drawn, "step 6 draws what rekindle draws"
 assert mine != expected, "and that is not the likeliest text"
 assert sampled.generate(prompts, COUNT) == expected, "without a temperature it takes the likeliest tokens"
@@ -257,6 +261,8 @@ for given, expected_texts in ([loop], await reference([loop])), (long, long_expe
     taken.append(engine.steps - before)
     print(mine == expected_texts, f"{len(given)} texts of {COUNT} tokens in {taken[-1]} steps")
     assert mine == expected_texts, "step 7 says what rekindle says"
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert engine.generate(prompts, COUNT, **options) == drawn, "drawn texts stay the same, too"
 assert taken[0] <= COUNT / 2, "what repeats itself is guessed"
 assert engine.width == 5, "a step gives a token more than it has guesses"

@@ -74,6 +74,8 @@ print(f"{'':26}{'KiB a token':>12}{'8,192 tokens':>14}{'131,072 tokens':>16}{'in
 for name, kind in MODELS.items():
     sizes = kind.cache(8192), kind.cache(131072), kind.cache(131072, 1)
     print(f"{name:26}{kind.cache(1) / 1024:12.1f}" + "".join(f"{size / 2**30:11.2f} GiB" for size in sizes))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert MODELS["Llama 2 7B (every head)"].cache(1) / 1024 == 512, "32 heads of keys and of values"
 assert MODELS["Llama 3 8B (groups)"].cache(1) / 1024 == 128, "8 heads of each"
 
@@ -98,6 +100,8 @@ assert MODELS["Llama 3 8B (groups)"].cache(1) / 1024 == 128, "8 heads of each"
 small = MODELS["SmolLM2 135M (groups)"]
 for texts in (1, 16, 64):
     print(f"{texts:3} texts: {2 * small.weights / (texts * small.cache(1)):7,.0f} tokens each")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert small.cache(1) == 23040, "2 bytes for each of 30 · 384 numbers"
 assert round(2 * small.weights / 1e6) == 269, "2 bytes for each weight, in MB"
 assert round(2 * small.weights / (16 * small.cache(1)), -1) == 730, "16 texts read 16 caches"
@@ -191,6 +195,8 @@ print(f"a prompt of 4,000 tokens took {prefill[4000]:.1f} s, the time of {prefil
 # %%
 places = {name: session.stats().pages_total * session.config.page_size for name, session in sessions.items()}
 print(places, f"{places['8-bit pages'] / places['16-bit pages']:.2f} times as many tokens in 256 MB")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 64 + 4 == 68, "a number of 4 bytes beside 64 of one byte"
 assert 1.7 < places["8-bit pages"] / places["16-bit pages"] < 2, "nearly twice as many tokens fit"
 

@@ -85,6 +85,8 @@ await asyncio.gather(*(request() for _ in range(32)))
 capacity = 32 / (time.perf_counter() - began)
 print(f"alone: {first * 1e3:.0f} ms to the first token, {further * 1e3:.1f} ms for each further one")
 print(f"full: {capacity:.1f} requests a second, {capacity * ANSWER:.0f} tokens a second")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert 8 / 2 == 4, "Little's law: what is inside is the rate times the time inside"
 
 # %% [markdown]
@@ -162,6 +164,8 @@ mine = capacity * ANSWER
 print(
     f"here, by electricity alone: {million(WATTS / 1000 * KWH, mine):.3f} dollars full, {million(WATTS / 1000 * KWH, 1 / further):.3f} with one user"
 )
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(million(2, 1000), 2) == 0.56, "3.6 million tokens for two dollars"
 
 # %% [markdown]
@@ -225,6 +229,8 @@ for name, model_, bits, machine, devices, tokens in CASES:
     many = paper(model_, bits, machine, devices, 64, tokens)[2]
     cost = million(devices * machine.dollars, many) if many else float("nan")
     print(f"{name:28}{left:9.1f}{fit:11,}{one:8.0f}/s{many:8,.0f}/s{cost:13.2f}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert -(-LLAMA_70B.parameters * 2 // 80e9) == 2, "141 GB in 16 bits"
 assert -(-LLAMA_70B.parameters // 80e9) == 1, "71 GB in 8 bits"
 

@@ -47,6 +47,8 @@ print({name: f"{one.vocab_size:,} tokens" for name, one in tokenizers.items()})
 # %%
 for text in ("cheese", "Käse", "チーズ", "🧀"):
     print(f"{text:8} {len(text)} characters, {len(text.encode())} bytes")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len("Käse".encode()) == 5, "an umlaut has two bytes"
 assert len("🧀".encode()) == 4, "an emoji has four"
 
@@ -111,6 +113,8 @@ example = "low low lower newest newest"
 first = pairs([[bytes([byte]) for byte in word] for word in words(example)])
 print(first.most_common(4))
 print(encode("newer lows", train(example, 8)))
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert first[b"l", b"o"] == 3, "low, low and lower"
 assert b"".join(encode("Käse, lower", train(example, 8))).decode() == "Käse, lower", "nothing is lost"
 
@@ -160,6 +164,8 @@ assert rates["a story"][0] > rates["English"][0], "children's stories are what t
 tokenizer = tokenizers["embedded"]
 plain, spaced = (tokenizer.encode(text) for text in ("Once upon a time", "Once upon a time "))
 print([tokenizer.token(one) for one in plain], [tokenizer.token(one) for one in spaced])
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert spaced[: len(plain)] == plain, "the pieces before the space stay"
 assert len(spaced) - len(plain) == 1, "a lone space is a token"
 

@@ -75,6 +75,8 @@ try:
 except InvalidRequest as error:
     refused.append(error)
 print(*refused, sep="\n")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(refused) == 2, "a tool that the template does not show is refused"
 
 # %% [markdown]
@@ -117,6 +119,8 @@ replies = [await session.chat(question, **asked) for question in QUESTIONS]
 for question, reply in zip(QUESTIONS, replies, strict=True):
     print(f"{question:34}{reply.text!r}")
 wrote = [reply for reply in replies if "<tool_call>" in reply.text]
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert len(wrote) == 0, "it answers in words"
 assert all(reply.text == reply.content for reply in replies), "there was nothing to read"
 
@@ -182,9 +186,11 @@ TEXTS = {
 read = {name: await session.chat(QUESTION, **asked, choice=[text]) for name, text in TEXTS.items()}
 for name, reply in read.items():
     print(f"{name:16}{len(reply.tool_calls)} calls, unread: {reply.reply.unread}")
+read["malformed"]
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(len(reply.tool_calls) for reply in read.values()) == 1, "one of the four is a call in this syntax"
 assert [bool(reply.reply.unread) for reply in read.values()] == [False, False, True, True], "and two look like one"
-read["malformed"]
 
 # %% [markdown]
 # So three looks tell the causes apart. `reply.finish_reason` is "length": give it more `max_tokens`. `unread` has something: the
@@ -224,6 +230,8 @@ sampled = {**asked, "temperature": 1.0, "max_tokens": 160, "tool_choice": "requi
 runs = [await session.chat(QUESTION, **sampled, seed=seed, run_tools=True, max_rounds=1) for seed in range(8)]
 results = [run.messages[2]["content"] for run in runs]
 print(*(f"{run.rounds[0].tool_calls[0]} → {result}" for run, result in zip(runs, results, strict=True)), sep="\n")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert sum(result.startswith("rain in") for result in results) == 8, "each of them runs"
 
 # %% [markdown]

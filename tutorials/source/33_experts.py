@@ -76,6 +76,8 @@ for expert in range(G):
 load = np.bincount(np.asarray(chosen).ravel(), minlength=G)
 print(f"{products} products instead of {T * G}; largest difference {np.abs(sparse - np.asarray(dense)).max():.0e}")
 print(f"tokens of each expert: {load.tolist()}; the busiest has {load.max() / load.mean():.1f} times the mean")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert products == 128, "each token meets two experts"
 assert np.abs(sparse - np.asarray(dense)).max() < 1e-4, "skipping what is multiplied by zero changes nothing"
 
@@ -106,6 +108,8 @@ def distinct(experts: int, taken: int, tokens):
 rng = np.random.default_rng(0)
 drawn = np.mean([len({one for _ in range(16) for one in rng.choice(128, 8, replace=False)}) for _ in range(200)])
 print(f"by the formula {distinct(128, 8, 16):.1f}, drawn 200 times {drawn:.1f}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(float(distinct(128, 8, 16))) == 82, "sixteen texts read two thirds of the experts"
 assert abs(drawn - distinct(128, 8, 16)) < 2, "the formula is what drawing gives"
 
@@ -220,6 +224,8 @@ print(
 )
 fastest, slowest = max(counts, key=gain.get), min(counts, key=gain.get)
 print(f"the mixture gains most with {fastest} and least with {slowest} texts in a step")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(float(distinct(32, 4, 1))) == 4, "one text reads what it takes"
 assert round(float(distinct(32, 4, 16))) == 28, "sixteen read nearly everything"
 

@@ -116,6 +116,8 @@ BLOCK = np.dtype([("scale", "<f2"), ("numbers", "i1", 32)])
 raw = np.fromfile(path, BLOCK, count=tensor.nbytes // BLOCK.itemsize, offset=tensor.offset)
 weights = (raw["scale"].astype(np.float32)[:, None] * raw["numbers"]).reshape(tensor.shape)
 print(f"\n{tensor.name} {tensor.shape}, its first block:\n{raw['scale'][0]} times\n{raw['numbers'][0]}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert BLOCK.itemsize == 34, "32 numbers and a scale"
 assert BLOCK.itemsize * 8 / 32 == 8.5, "the scale costs half a bit for each number"
 
@@ -209,6 +211,8 @@ some = some[:, : some.shape[1] // 64 * 64]
 errors = {name: error(some, rounded(some, how)) for name, how in FORMATS.items()}
 for name, how in FORMATS.items():
     print(f"{name:8}{how.bits:6.2f} bits, groups of {how.group:3}: error {errors[name]:.1%}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert FORMATS["Q4_0"].bits == 4.5, "16 bits for 32 numbers"
 assert FORMATS["Q4_1"].bits == 5, "32 bits for 32 numbers"
 assert FORMATS["MXFP4"].bits == 4.25, "8 bits for 32 numbers"
@@ -257,11 +261,13 @@ assert errors["IQ4_NL"] < errors["Q4_0"], "levels that are denser near zero fit 
 group = np.append(np.random.default_rng(0).uniform(-5, 5, 31), 100).astype(np.float32)
 kept = rounded(group, FORMATS["Q4_0"])[0]
 print(np.unique(np.abs(kept[:31])), kept[31])
-assert len(np.unique(np.abs(kept[:31]))) == 1, "one large number hides its neighbours"
 spread = np.abs(some.reshape(-1, 32)).max(1) / np.sqrt((some.reshape(-1, 32) ** 2).mean(1))
 print(
     f"in our tensor, the largest of a group is {np.median(spread):.1f} times its root mean square, at most {spread.max():.1f}"
 )
+
+# %% jupyter={"source_hidden": true} tags=["check"]
+assert len(np.unique(np.abs(kept[:31]))) == 1, "one large number hides its neighbours"
 
 # %% [markdown]
 # ## What the error does
@@ -277,6 +283,8 @@ print(
 # %%
 six = error(some, rounded(some, Format(32, 16, np.arange(-32, 32))))
 print(f"4 bits {errors['Q4_0']:.1%}, 6 bits {six:.2%}: {errors['Q4_0'] / six:.1f} times smaller")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(errors["Q4_0"] / six) == 4, "a bit halves the error"
 
 # %% [markdown]
@@ -293,6 +301,8 @@ x = np.random.default_rng(1).standard_normal((some.shape[1], 64)).astype(np.floa
 product = {name: error(some @ x, rounded(some, how).reshape(some.shape) @ x) for name, how in FORMATS.items()}
 for name in FORMATS:
     print(f"{name:8} weights {errors[name]:.1%}, product {product[name]:.1%}")
+
+# %% jupyter={"source_hidden": true} tags=["check"]
 assert round(np.median([product[name] / errors[name] for name in FORMATS])) == 1, "a product is as wrong as its weights"
 
 # %% [markdown]

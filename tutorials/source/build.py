@@ -72,15 +72,15 @@ def execute(source: Path, *, seconds: float = SECONDS, real: bool = False) -> An
 
 
 def fold(notebook: Any) -> None:
-    """Hide outputs that follow a question, and solutions with theirs, until the reader runs or opens them."""
+    """Hide outputs that follow a question, the checks of answers, and solutions, until the reader runs or opens them."""
     asked = False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             asked = "**Predict.**" in cell.source
             continue
-        solution = "solution" in cell.metadata.get("tags", ())
-        hidden = {"outputs_hidden": True} if asked or solution else {}
-        hidden |= {"source_hidden": True} if solution else {}
+        tags = cell.metadata.get("tags", ())
+        hidden = {"outputs_hidden": True} if (asked and "check" not in tags) or "solution" in tags else {}
+        hidden |= {"source_hidden": True} if {"solution", "check"} & set(tags) else {}
         if hidden and "yours" not in cell.metadata.get("tags", ()):
             cell.metadata["jupyter"] = hidden
 
@@ -102,10 +102,8 @@ def reworded(source: Path) -> Any:
 
 
 def computing(notebook: Any) -> list[Any]:
-    """The cells of code, without those that are left for a reader's answer."""
-    return [
-        cell for cell in notebook.cells if cell.cell_type == "code" and "yours" not in cell.metadata.get("tags", ())
-    ]
+    """The cells of code that can show something: not those that assert, and none that is left for a reader's answer."""
+    return [cell for cell in notebook.cells if cell.cell_type == "code" and shown(cell.source)]
 
 
 def resumed(source: Path, notebook: Any) -> Any:
@@ -126,6 +124,10 @@ def shown(code: str) -> str:
     class Silent(ast.NodeTransformer):
         def visit_Assert(self, node: ast.Assert) -> None:
             return None
+
+        def visit_If(self, node: ast.If) -> ast.If | None:
+            self.generic_visit(node)
+            return node if node.body or node.orelse else None
 
     tree = compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     return ast.unparse(Silent().visit(tree))

@@ -6,7 +6,8 @@ A page of the course has, besides its cells:
   minutes it takes,
 - a diagram and a formula,
 - predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
-  bold stands in an assertion of that cell, so that an answer can't differ from what is computed,
+  bold stands in an assertion, so that an answer can't differ from what is computed. The assertions are in a folded
+  cell of their own, with the tag `check`, after the one that shows something: a reader sees no answer before asking,
 - an exercise with a cell to write in, whose solution is a cell with the tag `solution` that asserts what it claims,
 - a takeaway, what production systems do differently, and further reading.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -70,6 +72,7 @@ class Cell:
     code: bool
     solution: bool
     engine: bool = False
+    check: bool = False
 
     def assertions(self) -> list[tuple[str, str]]:
         """Each assertion of the cell: its message, or nothing, and its condition."""
@@ -97,6 +100,7 @@ class Page:
                     cell.cell_type == "code",
                     "solution" in cell.metadata.get("tags", ()),
                     "engine" in cell.metadata.get("tags", ()),
+                    "check" in cell.metadata.get("tags", ()),
                 )
                 for cell in cells
             ),
@@ -147,6 +151,12 @@ class Page:
         seconds: int | None = json.loads(built.read_text())["metadata"].get("seconds") if built.exists() else None
         return seconds
 
+    def _shown_after(self, index: int) -> list[Cell]:
+        """The next cell of code, and the checks that follow it."""
+        code = itertools.dropwhile(lambda cell: not cell.code, self.cells[index:])
+        first = list(itertools.islice(code, 1))
+        return first + list(itertools.takewhile(lambda cell: cell.check, code))
+
     def problems(self) -> list[str]:
         """What a page of the course must have and this one doesn't."""
         wrong = [f"has no {part}" for part in (*HEAD, "$$", *ENDS, "## Exercise") if part not in self.prose]
@@ -157,15 +167,21 @@ class Page:
         wrong += [f"asserts {test} without saying what it claims" for message, test in self.claims if not message]
         for index, cell in enumerate(self.cells):
             for _, answer in [] if cell.code else PREDICTION.findall(cell.text):
-                shown = next((later for later in self.cells[index:] if later.code), cell)
-                asserted = " ".join(test for _, test in shown.assertions())
+                shown = self._shown_after(index)
+                asserted = " ".join(test for later in shown for _, test in later.assertions())
+                seen = " ".join(test for later in shown if not later.check for _, test in later.assertions())
                 figures = FIGURE.findall(answer)
                 if not figures:
                     wrong.append(f"has an answer without a figure in bold: {answer.strip()[:60]}")
                 wrong += [
                     f"answers {figure}, and the next cell asserts no such figure"
                     for figure in figures
-                    if not re.search(rf"(?<![\d.]){re.escape(figure.replace(',', ''))}(?![\d.])", asserted)
+                    if not holds(asserted, figure)
+                ]
+                wrong += [
+                    f"asserts {figure} in sight of its question: move it to a cell with the tag check"
+                    for figure in figures
+                    if holds(seen, figure)
                 ]
         if f"**Takes:** about {self.minutes} minutes, with {self.models}." not in self.prose:
             wrong.append(f"needs the line **Takes:** about {self.minutes} minutes, with {self.models}.")
@@ -175,6 +191,11 @@ class Page:
         if len(solutions) != self.prose.count("## Exercise") or not all(cell.assertions() for cell in solutions):
             wrong.append("needs a cell with the tag solution for its exercise, which asserts something")
         return [f"{self.path.name} {problem}" for problem in wrong]
+
+
+def holds(assertions: str, figure: str) -> bool:
+    """True if a figure of an answer stands in these assertions as a number of its own."""
+    return re.search(rf"(?<![\d.]){re.escape(figure.replace(',', ''))}(?![\d.])", assertions) is not None
 
 
 def pages() -> list[Page]:
