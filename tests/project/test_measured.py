@@ -52,7 +52,6 @@ ALLOWED = {
     ("operations", "4 s"): "measured with the answer that its sentence names",
     ("operations", "30 s"): "an option's default",
     ("start", "5 minutes"): "a reader's time",
-    ("start", "10 minutes"): "a reader's time",
     ("taps", "10 s"): "a bound of the code",
 }
 """Quantities that are neither measured on their page nor held by its cells, each with what it is."""
