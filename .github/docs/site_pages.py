@@ -33,6 +33,7 @@ IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 PAGE_LINK = re.compile(r'href="(\d\d_\w+)\.ipynb"')  # of an output, whose page is a folder of its own
 PREDICTION = re.compile(r"(\*\*Predict\.\*\*.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
 FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")  # of an answer, which its cell asserts
+JUPYTERS = "Output:"  # what JupyterLab shows of a folded output, which has a summary here
 FOLDED = {"solution": "Solution", "check": "Check"}  # cells whose code would tell a reader too much
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
@@ -159,6 +160,8 @@ def notebook(path: Path, repository: str | None = None) -> str:
         parts.append(code)
         shown = []
         for output in cell["outputs"]:
+            if "".join(output.get("data", {}).get("text/plain", "")) == JUPYTERS:
+                continue
             data = {kind: "".join(value) for kind, value in output.get("data", {}).items() if "json" not in kind}
             if "image/png" in data:
                 shown.append(f'<img alt="a plot" src="data:image/png;base64,{data["image/png"].strip()}">')

@@ -172,20 +172,6 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
     assert "without saying" in problems(("words", asked), silent, *thrice, exercise, solution)
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_a_notebook_folds_what_a_reader_has_not_asked_for(source: Path) -> None:
-    """JupyterLab hides outputs after a question until their cell runs, and the code of checks and solutions."""
-    asked = False
-    for cell in nbformat.read(build.built(source), as_version=4).cells:
-        tags, hidden = set(cell.metadata.get("tags", ())), cell.metadata.get("jupyter", {})
-        if cell.cell_type == "markdown":
-            asked = "**Predict.**" in cell.source
-        elif tags & {"check", "solution"}:
-            assert hidden.get("source_hidden") and (not cell.outputs or hidden.get("outputs_hidden"))
-        elif asked and cell.outputs:
-            assert hidden.get("outputs_hidden")
-
-
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)
 def test_diagrams_are_drawn_by_their_code(name: str) -> None:
     import xml.etree.ElementTree as ElementTree

@@ -52,7 +52,7 @@ HTML(f"<div>{picture.read_text(encoding='utf-8')}{SCRIPT}</div>")
 #
 # Let us look at the embedded model's matrices.
 #
-# **Predict.** It has 4 query heads, 2 heads of keys and values, and 64 numbers in a head. One matrix makes queries, keys and values. How many rows has it?
+# **Predict.** It has 4 query heads, 2 heads of keys and values, and 64 numbers in a head. One matrix makes queries, keys and values. How many rows does it have?
 #
 # <details><summary>Answer</summary>
 #
@@ -69,14 +69,15 @@ for path, shape in shapes.items():
         print(f"{path:32} {shape}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert shapes["layers.0.attention.qkv.weight"][0] == 512, "a row for each number of queries, keys and values"
 
 # %% [markdown]
-# So a layer has
+# With a hidden size $E$, $H$ query heads, $K$ heads of keys and values, $D$ numbers in a head and $F$ in the MLP, a layer has
 #
 # $$E \cdot (H + 2K) \cdot D + H \cdot D \cdot E + 3 \cdot E \cdot F$$
 #
-# parameters, besides two norms of $E$.
+# parameters, plus two norms of $E$ each.
 #
 # **Predict.** The vocabulary has 2,048 tokens. The prompt has 4 tokens. How many logits does a step compute that needs the next token only?
 #
@@ -91,6 +92,7 @@ V, E = shapes["embed.weight"]
 print(f"{V:,} tokens in the vocabulary, {E} numbers for each")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert V == 2048, "a logit for each token of the vocabulary"
 
 # %% [markdown]
@@ -111,12 +113,13 @@ for path, count in counts.items():
 print(f"{share:.0%} in the MLP")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(share, 1) == 0.7, "most parameters of a layer are in its MLP"
 
 # %% [markdown]
 # ## Exercise
 #
-# Write `parameters(layers, E, H, K, D, F, V)` for a model whose head is its embedding. Check it on ours, which has a head of its own besides. Then: how many million has SmolLM2-135M, with 30 layers, E 576, H 9, K 3, D 64, F 1,536 and V 49,152?
+# Write `parameters(layers, E, H, K, D, F, V)` for a model whose head is its embedding. Check it on ours, which also has a separate head. Then: how many million has SmolLM2-135M, with 30 layers, E 576, H 9, K 3, D 64, F 1,536 and V 49,152?
 
 
 # %% tags=["yours"]
@@ -124,6 +127,7 @@ assert round(share, 1) == 0.7, "most parameters of a layer are in its MLP"
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def parameters(layers: int, E: int, H: int, K: int, D: int, F: int, V: int) -> int:
     layer = E * (H + 2 * K) * D + H * D * E + 3 * E * F + 2 * E
     return layers * layer + V * E + E

@@ -24,7 +24,7 @@ session = await rekindle.open("tiny")
 # Give it the beginning of a story. By default the most likely token is taken at every position (*greedy*), so you will
 # read the same text as this page.
 #
-# The very first call takes seconds, in which XLA compiles a program for your CPU. Steps of other sizes have programs of
+# The very first call takes seconds, while XLA compiles a program for your CPU. Steps of other sizes have programs of
 # their own, so the first longer prompt and the first batch further down wait once more. They are stored, and the next
 # kernel loads them in milliseconds.
 #
@@ -55,6 +55,7 @@ print("first ids   ", done.token_ids[:6])
 print("their texts ", done.token_texts[:6])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert done.usage.prompt_tokens == 4, "four frequent words are four tokens"
 
 # %% [markdown]
@@ -98,8 +99,8 @@ print(done.usage.completion_tokens, "tokens, ended by", done.finish_reason)
 # answer.
 #
 # A model that was trained for it can also call functions of yours: `session.chat(messages, tools=[function], run_tools=True)`
-# shows it their signatures and docstrings, runs what it calls, and gives it the results. Of a model that thinks before it
-# answers, `reply.reasoning` has the thoughts and `reply.content` the answer. The small one here does neither.
+# shows it their signatures and docstrings, runs what it calls, and gives it the results. For a model that thinks before it
+# answers, `reply.reasoning` holds the thoughts and `reply.content` the answer. The small one here does neither.
 
 # %%
 reply = await session.chat([{"role": "user", "content": "Who are you?"}], max_tokens=40)
@@ -108,7 +109,7 @@ print(reply.text)
 # %% [markdown]
 # A conversation is a longer prompt: what was said before, and the next question. `session.conversation()` keeps what was said, and
 # `say` goes on from there. The whole conversation is sent each time, but its beginning is found in the prefix cache, in pages of
-# 32 tokens here (tutorial 05).
+# 32 tokens here (page 05).
 #
 # **Predict.** The third question's prompt has 94 tokens, and the last 9 of them are new. How many come from the cache?
 #
@@ -127,6 +128,7 @@ for question in ("My name is Anna and I live in Rome.", "Tell me a story about a
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert session.config.page_size == 32, "pages have 32 tokens by default"
 assert reply.usage.cached_tokens >= 64, "the third question reuses the whole pages of the conversation"
 
@@ -153,7 +155,7 @@ chat.join(5)
 # ## Several prompts at once
 #
 # A list goes in, a list comes out. The prompts run together, in one batch: eight of them make several times as many
-# tokens per second as one (tutorial 03 measures it). `watch()` is a live dashboard of what the session does meanwhile.
+# tokens per second as one (page 03 measures it). `watch()` is a live dashboard of what the session does meanwhile.
 
 # %%
 dashboard = session.watch()
@@ -167,7 +169,7 @@ for one in many:
 # %% [markdown]
 # `n` asks for several continuations of one prompt. They share the prompt's computation.
 #
-# **Predict.** Three continuations at temperature 0: how many different texts are they? And at temperature 1?
+# **Predict.** Three continuations at temperature 0: how many different texts are there? And at temperature 1?
 #
 # <details><summary>Answer</summary>
 #
@@ -182,6 +184,7 @@ for one in drawn:
     print(f"seed {one.seed}: {one.text!r}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len({one.text for one in greedy}) == 1, "greedy continuations are equal"
 assert len({one.text for one in drawn}) == 3, "drawn ones differ"
 
@@ -211,6 +214,7 @@ session.stats()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 async def one_by_one(prompt: str, count: int) -> str:
     ids = list(session.tokenizer.encode(prompt))
     start = len(ids)
@@ -233,7 +237,7 @@ assert pieces == whole.text, "a text is a loop over single tokens"
 #
 # ## In production
 #
-# Servers keep the model in a process of its own and speak HTTP (tutorial 13); a tokenizer there runs in other processes, since thousands of requests a second would keep one interpreter busy. Chat templates and stop strings are the same.
+# Servers keep the model in a process of its own and speak HTTP (page 13); a tokenizer there runs in other processes, since thousands of requests a second would keep one interpreter busy. Chat templates and stop strings are the same.
 #
 # ## Further reading
 #

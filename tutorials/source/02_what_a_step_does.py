@@ -160,6 +160,7 @@ while len(cached) < len(tokens):
 print(cached == tokens, tokenizer.decode(cached))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert empty.nbytes // CONTEXT == 5120, "a token's keys and values are 2 L K D numbers"
 assert cached == tokens, "a KV cache gives the same tokens as computing everything again"
 
@@ -197,7 +198,7 @@ plt.show()
 
 # %% [markdown]
 # The decode step reads *all weights* to compute *one token*. Computing the next tokens of eight different texts in one step
-# would read them once for eight tokens. That is why engines batch, and it is the subject of tutorial 03.
+# would read them once for eight tokens. That is why engines batch, and it is the subject of page 03.
 #
 # ## The same in the engine
 #
@@ -235,6 +236,7 @@ for report in reports:
     print(report.rows[0])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(reports) == 12, "the prefill step gives the first token"
 assert -(-(len(prompt) + len(reports) - 1) // 8) == 2, "fifteen positions need two pages of eight"
 
@@ -243,6 +245,7 @@ done = await handle
 print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert list(done.token_ids) == tokens[len(prompt) :], "the engine gives the tokens of the plain loop"
 
 # %% [markdown]
@@ -275,6 +278,7 @@ async with session.paused():
 mixed
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert mixed.tokens == 7, "a step carries a decode row and a prompt together"
 
 # %% [markdown]
@@ -298,6 +302,7 @@ session.programs()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def cache_bytes(layers: int, kv_heads: int, head_dim: int, bytes_each: int) -> int:
     return 2 * layers * kv_heads * head_dim * bytes_each
 

@@ -105,6 +105,7 @@ async with session.paused():
         static += await stepping([submit(length) for length in LENGTHS[start : start + SLOTS]])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(static) == 106, "a static batch takes the steps of its longest text"
 
 # %% [markdown]
@@ -126,6 +127,7 @@ async with session.paused():
     continuous = await stepping([submit(length) for length in LENGTHS])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(LENGTHS) / SLOTS == 48, "192 tokens fill four slots for 48 steps"
 assert len(continuous) == 58, "a free slot goes to the next request at once"
 
@@ -177,11 +179,11 @@ session.view.steps(continuous)
 # takes the rest, but with this page's CPU kernels no more than half of the budget while others are being decoded. The two
 # talkers end after 8 tokens; from then on the chunks are whole.
 #
-# **Predict.** How many tokens has the largest step of the prompt of 420?
+# **Predict.** A prompt of 420 tokens arrives while two texts are being decoded. How many tokens does the largest of its steps compute?
 #
 # <details><summary>Answer</summary>
 #
-# **128**, the budget, if no other text is waiting.
+# **128**: the whole budget, once the talkers have ended.
 #
 # </details>
 
@@ -197,6 +199,7 @@ for report in chunked[:6]:
     print(report)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert max(report.tokens for report in chunked) == 128, (
     "a step never exceeds its budget, and a lone prompt uses all of it"
 )
@@ -283,7 +286,7 @@ plt.show()
 # somewhat sooner: a step of 257 tokens takes longer than one of 33, but 4 steps replace 29. The default is 512. A person who reads along notices pauses above 0.1 s:
 # if a step of yours takes longer (page 19 says how long it takes), choose a smaller budget.
 #
-# Tutorial 05 is about prompts that need not be computed at all.
+# Page 05 is about prompts that need not be computed at all.
 
 # %% [markdown]
 # ## Exercise
@@ -296,6 +299,7 @@ plt.show()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def continuous_steps(lengths: list[int], slots: int) -> int:
     ends = [0] * slots
     for length in lengths:

@@ -109,6 +109,7 @@ compare(
 )
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert softmax(0.4).max() > 0.5, "a temperature of 0.4 nearly quadruples the largest share"
 
 # %% [markdown]
@@ -139,6 +140,7 @@ compare("three ways to cut", **cuts)
 print(f"{1 - exact.sum():.2f} of the probability is behind the first twenty tokens")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert cuts["top_k=4"][4:].sum() == 0, "top_k=4 leaves four tokens"
 assert 0.1 < 1 - exact.sum() < 0.25, "about a sixth of the probability is in the tail"
 
@@ -165,6 +167,7 @@ for prompt in ("The cat was", PROMPT):
     print(f"{prompt!r}, kept by min_p: " + ", ".join(f"{count} tokens at {p}" for p, count in kept.items()))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert remaining["The cat was"] == 1, "min_p keeps one token where the model is sure"
 assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
 
@@ -211,6 +214,7 @@ if smollm2:
 figure
 
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
+# Holds the answer above.
 if smollm2:
     assert done.text == " Rome", "SmolLM2 knows the capital of Italy"
     assert nucleus_size > 1000, "at temperature 1.5 the tail has more than a tenth of the probability"
@@ -344,6 +348,7 @@ for wrong in ({"temprature": 0.7}, {"top_p": 1.5}):
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def nucleus(probabilities: np.ndarray, p: float) -> set[int]:
     order = np.argsort(-probabilities)
     before = np.cumsum(probabilities[order]) - probabilities[order]  # the sum of those that are likelier

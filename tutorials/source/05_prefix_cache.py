@@ -56,6 +56,7 @@ for done in (miss, hit):
     print(done.usage)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert hit.usage.cached_tokens == 80, "a prompt reuses the whole pages that it shares"
 
 # %% [markdown]
@@ -97,6 +98,7 @@ again = await session.generate(exact, max_tokens=1)
 print(again.usage)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert again.usage.cached_tokens == 47, "the last position is computed for its logits"
 
 # %% [markdown]
@@ -130,6 +132,7 @@ for ids in (base, left, right, [*left, *three]):
     )
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 2 + 3 + 3 + 4 == 12, "pages without sharing"
 assert session.stats().cache.nodes == 5, "every branch is stored once"
 
@@ -230,7 +233,7 @@ assert second.usage.cached_tokens == 320, "of two that arrive together, one comp
 # %% [markdown]
 # ## Keeping and forgetting
 #
-# When pages run short, those that were not used for the longest time leave. `pin` keeps a prompt's pages for as long as you
+# When pages run short, the least recently used ones leave. `pin` keeps a prompt's pages for as long as you
 # like; `session.cache.clear()` forgets all of them (requests that run keep theirs). To see a page leave, take a session that has
 # room for 63 pages and nowhere to put what leaves: one story is pinned, another one is not, and then come 90 pages of other
 # prompts.
@@ -263,12 +266,12 @@ assert not done.usage.cached_tokens, "what left is nowhere else"
 small.cache.stats()
 
 # %% [markdown]
-# Tutorial 06 follows the pages that leave the device, and tutorial 07 takes the cache through a restart of the kernel.
+# Page 06 follows the pages that leave the device, and page 07 takes the cache through a restart of the kernel.
 
 # %% [markdown]
 # ## Exercise
 #
-# Write `predicted(prompts, page)`: how many tokens of each prompt come from the cache, which is empty at first, if they are sent one after the other? Whole pages are shared, and a page is copied of which at least four tokens are the same. Check it against the engine.
+# Write `predicted(prompts, page)`: how many tokens of each prompt come from the cache, which is empty at first, if they are sent one after the other? Whole pages are shared, and a page is copied if at least four of its tokens are the same. Check it against the engine.
 
 
 # %% tags=["yours"]
@@ -276,6 +279,7 @@ small.cache.stats()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def predicted(prompts: list[list[int]], page: int) -> list[int]:
     cached, hits = [np.zeros(0, int)], []  # the whole pages of each prompt are kept
     for ids in prompts:

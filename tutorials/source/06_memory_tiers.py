@@ -11,7 +11,7 @@
 #
 # ![Pages move down when a tier is full, and up when a prompt hits them](../source/pictures/06_tiers.svg)
 #
-# A GPU of a laptop has 8 GB, its host 32, its disk 1,000. A page that has to leave the device moves down instead of
+# A laptop's GPU has 8 GB, the laptop itself 32, its disk 1,000. A page that has to leave the device moves down instead of
 # being lost, and it comes back when a prompt needs it, if copying is quicker than computing. To see it happen we
 # give a session room for 50 pages on the device.
 #
@@ -45,7 +45,7 @@ print(f"{256 // PAGE} pages per document, 50 on the device, {len(documents)} doc
 # %% [markdown]
 # ## Filling the device
 #
-# Three documents fit. With the fourth, the pages that were not used for the longest time leave.
+# Three documents fit. With the fourth, the least recently used pages leave.
 #
 # **Predict.** Five documents have 80 pages, and the device keeps 50. How many pages have to be in host memory at least?
 #
@@ -77,6 +77,7 @@ plt.show()
 pages_below = host[4] * 1e6 / (device.max() * 1e6 / 50)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert device[4] > 0.9 * device.max(), "the device stays full"
 assert round(pages_below) >= 30, "what leaves the device is in host memory"
 
@@ -112,6 +113,7 @@ print(done.usage)
 report
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert done.usage.cached_tokens == 256, "pages come back from host memory"
 assert report.tokens == 1, "only the question is computed"
 
@@ -180,6 +182,7 @@ plt.ylim(0, 1)
 plt.show()
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert max(rates.values()) <= 0.875, "every document is computed once"
 assert rates["lpm"] > rates["fcfs"] + 0.1, "an order that looks at the cache finds more"
 
@@ -199,7 +202,7 @@ async with rekindle.open("tiny", **OPTIONS, policy="fcfs") as session:
 assert with_host > rates["fcfs"], "host memory finds what the device has lost"
 
 # %% [markdown]
-# The third tier is the disk, which outlives the process. It is the subject of tutorial 07.
+# The third tier is the disk, which outlives the process. It is the subject of page 07.
 
 # %% [markdown]
 # ## Exercise
@@ -212,6 +215,7 @@ assert with_host > rates["fcfs"], "host memory finds what the device has lost"
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 documents_pages = sum(len(document) // PAGE for document in documents)
 questions_pages = OPTIONS["max_requests"] * 2  # the questions' own, and one for the tokens that come
 room = {**OPTIONS, "device_pages": documents_pages + questions_pages + 1}  # and the scratch page

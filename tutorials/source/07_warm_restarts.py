@@ -9,7 +9,7 @@
 #
 # **Takes:** about 15 minutes, with the embedded model.
 #
-# Two things were expensive, and lie on disk after a restart: compiled programs, whose compiling is most of a first start, and pages of the
+# Two things were expensive, and lie on disk after a restart: compiled programs, which take most of a first start, and pages of the
 # prefix cache. This notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
 #
 # ![A kernel writes programs and pages to disk; the next one reads them](../source/pictures/07_restarts.svg)
@@ -123,6 +123,7 @@ await measure("after a kill", kernel)
 print(await kernel.run("print(session.programs())"))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert int(await kernel.run("print(session.stats().compilations)")) == 0, "a second start compiles nothing"
 
 # %% [markdown]
@@ -153,6 +154,7 @@ CELL, whole = CELL.replace('restore="auto"', 'restore="none"'), CELL
 await measure("programs, no pages", kernel)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 0, "no page was looked for"
 
 # %%
@@ -196,6 +198,7 @@ await measure("from the snapshot", kernel)
 print(await kernel.run("print(*session.cache.snapshots(), sep='\\n')"))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 42 * 16 == 672, "42 whole pages of 16"
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 672, "a snapshot brings whole pages"
 
@@ -234,6 +237,7 @@ await kernel.kill()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 kernel = await Kernel().start()
 found = await kernel.run(f"""
     import rekindle

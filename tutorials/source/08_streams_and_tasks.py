@@ -199,6 +199,7 @@ for _ in range(1000):  # aborts are carried out within a step
 print(session.stats().aborted - before, "requests were aborted")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert session.stats().aborted - before == 2, "leaving a scope aborts what it holds"
 
 # %% [markdown]
@@ -231,6 +232,7 @@ print(len(many), "completions")
 await small.aclose()
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(handles) == 4, "places are those that run and those that wait"
 assert len(many) == 10, "awaiting calls wait for a place"
 
@@ -256,6 +258,7 @@ answers = await session.map(rows, "{name} had a {animal}. The {animal}", max_tok
 answers
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(answers.errors) == 1, "a row that fails does not stop the others"
 
 # %% [markdown]
@@ -309,6 +312,7 @@ with ThreadPoolExecutor(4) as pool:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 limiter = anyio.CapacityLimiter(3)
 at_once: list[int] = []
 

@@ -193,6 +193,7 @@ def decode(kernel, q, kv, table, lengths):
 compare("page by page", decode(attend_paged, q, kv, table, lengths))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert N * W == 12, "step 1 reads the same number of pages for every text"
 assert sum(-(-int(length) // S) for length in lengths) == 8, "a loop reads the pages that a text has"
 assert float(jnp.abs(decode(attend_paged, q, kv, table, lengths) - expected).max()) < 1e-5, "page by page is exact"
@@ -269,6 +270,7 @@ def decode_split(q, kv, table, lengths):
 compare("split", decode_split(q, kv, table, lengths))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert float(jnp.abs(decode_split(q, kv, table, lengths) - expected).max()) < 1e-5, "so is splitting"
 assert max(pl.cdiv(pl.cdiv(int(length), S), SPLITS) for length in lengths) == 2, "two splits halve the longest program"
 
@@ -296,6 +298,7 @@ for name, found in mistakes.items():
     compare(name, found)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.values()), "classic mistakes show"
 
 # %% [markdown]
@@ -335,6 +338,7 @@ HTML((next(one for one in FOLDERS if one.is_dir()) / "09_slider.html").read_text
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 WINDOW = 8
 
 

@@ -161,6 +161,7 @@ plt.ylabel("MB of weights")
 plt.show()
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(megabytes["float32"]) == 16, "float32 takes four bytes a weight"
 assert round(megabytes["bfloat16"]) == 8, "bfloat16 takes two"
 assert megabytes["int8"] < megabytes["bfloat16"], "int8 takes about one"
@@ -204,6 +205,7 @@ same = {name: float(np.mean(favourites == exact)) for name, (_, favourites, _) i
 change = max(abs(perplexity / results["float32"][0] - 1) for perplexity, *_ in results.values())
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert min(same.values()) > 0.9, "most likely tokens stay the same"
 assert change < 0.05, "perplexity on an unseen text hardly moves"
 
@@ -266,6 +268,7 @@ if smollm2:
         await larger.aclose()
 
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
+# Holds the answer above.
 if smollm2:
     assert read["int8"] < 0.6 * read["bfloat16"], "half of the bytes are read for a token"
     assert max(abs(one / perplexities["bfloat16"] - 1) for one in perplexities.values()) < 0.1, (
@@ -299,6 +302,7 @@ after = await session.generate("Once upon a time", max_tokens=12)
 print(repr(before.text), repr(after.text), f"{session.stats().compilations - compiled} programs compiled", sep="\n")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert session.stats().compilations - compiled == 0, "other weights need no other programs"
 
 # %% [markdown]
@@ -312,6 +316,7 @@ assert session.stats().compilations - compiled == 0, "other weights need no othe
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 matrix = weights["model.layers.0.mlp.up_proj.weight"]
 scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
 stored = np.round(matrix / scale).astype(np.int8)
@@ -327,7 +332,7 @@ assert error.max() < 0.501, "rounding is off by half a step at most"
 #
 # ## In production
 #
-# They use 4 bits for weights, with a scale for each group of 32 to 128 numbers, chosen to keep outputs rather than weights (GPTQ, AWQ), and 8 bits for weights, activations and the cache on devices that multiply in them. Quality is measured on tasks besides perplexity.
+# They use 4 bits for weights, with a scale for each group of 32 to 128 numbers, chosen to keep outputs rather than weights (GPTQ, AWQ), and 8 bits for weights, activations and the cache on devices that multiply in them. Quality is measured on tasks as well as by perplexity.
 #
 # ## Further reading
 #

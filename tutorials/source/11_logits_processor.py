@@ -56,6 +56,7 @@ async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-e
         assert names or repeated == 14, "without the processor, each token is the one before"
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert repeated == 0, "with it, no token comes twice in a row"
 
 # %% [markdown]
@@ -109,6 +110,7 @@ def lipogram(logits, context):
 
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert has_e.sum() == 728, "a third of the tokens has an e"
 
 # %% [markdown]
@@ -166,6 +168,7 @@ many = await session.generate("Max had a", n=4, temperature=1.0, seed=0, max_tok
 print([done.text.lower().count("e") for done in many])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(done.text.lower().count("e") for done in many) == 0, "a masked token is never drawn"
 
 # %% [markdown]
@@ -245,6 +248,7 @@ except rekindle.errors.RekindleError as error:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 digits = np.array([any(char.isdigit() for char in text) for text in texts])
 
 
@@ -266,7 +270,7 @@ assert not any(char.isdigit() for done in sums for char in done.text), "a mask f
 #
 # ## In production
 #
-# Servers run a fixed set of processors fused into sampling, and apply grammars as bit masks that are computed on the host while the device works (tutorial 14). Arbitrary Python in the loop, as in transformers, costs a trip to the host for each token.
+# Servers run a fixed set of processors fused into sampling, and apply grammars as bit masks that are computed on the host while the device works (page 14). Arbitrary Python in the loop, as in transformers, costs a trip to the host for each token.
 #
 # ## Further reading
 #

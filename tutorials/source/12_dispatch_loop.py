@@ -79,6 +79,7 @@ plan = scheduler.plan()
 show(plan)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(row.length for row in plan.rows) == 8, "a plan fills its budget in order of arrival"
 
 # %% [markdown]
@@ -98,6 +99,7 @@ following = scheduler.plan()
 show(following)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(row.length for row in following.rows) == 5, "the next request comes along"
 
 # %% [markdown]
@@ -198,6 +200,7 @@ scheduler.check_integrity()
 print([f"{what} {step}" for what, step, _ in runner.log[:7]])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert [what for what, *_ in runner.log].index("fetch") == 2, (
     "the next step is dispatched before the last one is fetched"
 )
@@ -205,7 +208,7 @@ assert [what for what, *_ in runner.log].index("fetch") == 2, (
 # %% [markdown]
 # ## The tasks
 #
-# Now with text. `intake.run` tokenizes, `engine.serve` runs the same turns in two tasks, of which one waits for the device in a
+# Now with text. `intake.run` tokenizes, `engine.serve` runs the same turns in two tasks, one of which waits for the device in a
 # thread of its own, and `detokenize.run` makes text and puts it into mailboxes. We need a tokenizer of letters.
 
 # %%
@@ -313,6 +316,7 @@ stats
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 class Shouter(Poet):
     def fetch(self, in_flight: InFlight) -> StepResult:
         result = super().fetch(in_flight)

@@ -76,6 +76,7 @@ usage = done["usage"]
 print(f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert usage["prompt_tokens_details"]["cached_tokens"] >= 96, "clients hit what cells computed"
 
 # %% [markdown]
@@ -110,6 +111,7 @@ async with anyio.create_task_group() as group:
     mine = [await handle for handle in handles]
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert most == 8, "cells and clients share one batch"
 
 # %% [markdown]
@@ -164,6 +166,7 @@ except urllib.error.HTTPError as error:
     print(refused, json.load(error)["error"])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert refused == 400, "a client's mistake is a client's error"
 
 # %% [markdown]
@@ -188,6 +191,7 @@ print("\n".join(line for line in lines if line.startswith(("rekindle_request_suc
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def streamed(messages: list[dict]) -> tuple[str, str]:
     asked = json.dumps({"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}).encode()
     address = server.url + "/v1/chat/completions"

@@ -60,12 +60,13 @@ for one in many:
     print(one.finish_reason, one.parsed)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(isinstance(one.parsed, Person) or one.parse_error is not None for one in many) == 4, (
     "each is a Person, or says why not"
 )
 
 # %% [markdown]
-# The first request took some seconds, in which its programs were compiled; they are kept, as all programs are.
+# The first request took some seconds, while its programs were compiled; they are kept, as all programs are.
 #
 # `schema` takes dataclasses, TypedDicts, annotations such as `list[int]`, pydantic models if pydantic is installed, and JSON
 # schemas as dicts. A type of yours is also the validator: `parsed` is made by it.
@@ -107,6 +108,7 @@ print((await session.generate("The time is ", regex="(1[0-2]|[1-9]):[0-5][0-9]")
 print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna") " " ("ran" | "sat") "."')).text)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len({one.parsed for one in moods}) <= 3, "choices are the only texts"
 
 # %% [markdown]
@@ -132,6 +134,7 @@ assert len({one.parsed for one in moods}) <= 3, "choices are the only texts"
 session.allowed(done, at=0)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(session.allowed(done, at=0).token_ids) == 1, "an object begins in one way"
 
 # %% [markdown]
@@ -202,6 +205,7 @@ fork.parsed
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 import datetime
 
 DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"

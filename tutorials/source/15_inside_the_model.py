@@ -36,7 +36,7 @@ session = await rekindle.open("tiny", max_requests=16, quiet=True, restore="none
 #
 # $$x_{l+1} = x_l + f_l(x_l) \qquad \mathrm{logits} = W \, \mathrm{norm}(x_L)$$
 #
-# **Predict.** A prompt of 6 tokens, 8 tokens more. How many lines has each array?
+# **Predict.** A prompt of 6 tokens, 8 tokens more. How many lines does each array have?
 #
 # <details><summary>Answer</summary>
 #
@@ -50,6 +50,7 @@ layers = len(done.captured)
 done.captured
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(done.captured["residual", 0]) == 13, "each position that was computed has a line"
 
 # %%
@@ -151,6 +152,7 @@ print(f"last position:   {effect[0, -1]:.2f} after layer 0, {effect[1, -1]:.2f} 
 print(f"first position:  {effect[0, 0]:.2f} after layer 0, {effect[1, 0]:.2f} after layer 1")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(places) == 85, "one experiment for each layer and position"
 assert effect.max() > 0.5, "some place turns Sam into Tom"
 assert effect[0, again] > 0.5 > 0.1 > abs(effect[1, again]), "layer 1 reads the name and leaves nothing there"
@@ -253,6 +255,7 @@ for name, options in (("plain", {}), ("plain", {}), ("steered", {"steer": push})
     print(f"{name}: {done.usage.cached_tokens} of {done.usage.prompt_tokens} tokens from the cache")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert done.usage.cached_tokens == 64, "a change shares pages with the same change"
 
 # %% [markdown]
@@ -360,6 +363,7 @@ if smollm2:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 parts = ("residual_before", "attention", "mlp", "residual")
 done = await session.generate("Once upon a time there was", max_tokens=4, capture=dict.fromkeys(parts, "all"))
 added = []

@@ -76,6 +76,7 @@ def marks(text, left, right):
 print(marks("6 + 5 = 11", 6, 5), marks("6 + 5 = 12", 6, 5), marks("I don't know that.", 6, 5))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert marks("6 + 5 = 12", 6, 5) == 0.4, "part marks for reading the question"
 
 # %% [markdown]
@@ -97,6 +98,7 @@ batch = await session.rollout(ask(6, 5), n=8, max_tokens=12, pad_to=32, seed=0)
 batch
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert batch.tokens.shape == (8, 32), "a row for each answer, padded to one length"
 
 # %% [markdown]
@@ -210,6 +212,7 @@ for number, form in enumerate(FORMS):
     print(f"{form:22} {sum(before[part]):2} of 36 before, {sum(after[part]):2} after")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(after[:36]) > 30, "it has learned the form that it was trained on"
 assert sum(before[:36]) < 10, "which it could not do before"
 
@@ -253,6 +256,7 @@ print(
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def advantages_of(rewards: list[float]) -> np.ndarray:
     marks = np.array(rewards)
     return (marks - marks.mean()) / (marks.std() + 1e-4)

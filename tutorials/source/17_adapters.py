@@ -11,8 +11,8 @@
 #
 # ![Next to a matrix stand two narrow ones for each adapter; each row uses its own](../source/pictures/17_adapters.svg)
 #
-# A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 4.1 % of the numbers here. What
-# comes out is an *adapter*, small enough to have many of over one base. Here two are trained, loaded together and served.
+# A LoRA leaves a model as it is. Next to each matrix it puts two narrow ones, and only these are trained: 4.1 % of the numbers here. The
+# result is an *adapter*, so small that one base can have many. Here two are trained, loaded together and served.
 
 # %%
 import json
@@ -94,7 +94,7 @@ for chats in examples.values():
 #
 # $$x W + x A B \qquad A: \mathrm{in} \times 8 \qquad B: 8 \times \mathrm{out}$$
 #
-# **Predict.** Each of 5 layers has seven matrices, inputs by outputs: queries 256 × 256, keys and values 256 × 128 each, output 256 × 256, gate and up 256 × 512 each, down 512 × 256. How many numbers has an adapter of rank 8?
+# **Predict.** Each of 5 layers has seven matrices, inputs by outputs: queries 256 × 256, keys and values 256 × 128 each, output 256 × 256, gate and up 256 × 512 each, down 512 × 256. How many numbers does an adapter of rank 8 have?
 #
 # <details><summary>Answer</summary>
 #
@@ -119,6 +119,7 @@ size = sum(leaf.size for leaf in weights.leaves)
 print(f"the model: {size:,} numbers")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(100 * 163840 / size, 1) == 4.1, "an adapter is small"
 assert sum(array.size for array in saved["pirate"].values()) == 163840, "rank times the sum of both sides"
 
@@ -143,7 +144,7 @@ for name, handle in handles.items():
 
 # %% [markdown]
 # No capital was in the examples. To measure it: questions of other kinds, and of the same kinds about other things. An answer has the
-# manner if it is exactly what the style makes of the base's own answer; it is right if it contains that answer's last word.
+# manner if it equals the base's own answer in that style; it is right if it contains that answer's last word.
 
 # %%
 COUNTRIES = ("France", "England", "Italy", "Norway", "Egypt", "Peru", "Japan", "Spain", "Austria", "Ireland")
@@ -198,6 +199,7 @@ for name in (None, "pirate", "butler", "pirate", "corsair"):
     print(f"{name or 'base':8} {done.usage.cached_tokens:2} of {done.usage.prompt_tokens} tokens from the cache")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert cached[None] == cached["butler"] == [0], "other weights find nothing"
 assert cached["pirate"] == [0, 32], "the same weights find their pages"
 assert cached["corsair"] == [32], "under any name"
@@ -223,6 +225,7 @@ print(*await answers([question], adapter="corsair"), f"({session.stats().compila
 await session.unload_adapter("corsair")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert session.stats().compilations - compiled == 0, "another adapter compiles nothing"
 
 # %% [markdown]
@@ -264,6 +267,7 @@ assert [entry.get("parent") for entry in listed] == [None, listed[0]["id"], list
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 import numpy as np
 
 ends = {name.split(".")[-2]: array for name, array in saved["pirate"].items() if "layers.0.mlp.down_proj" in name}

@@ -89,6 +89,7 @@ for name, weights, bits, turn in FILES:
     print(f"{name:18}{bits:5}{size:10.1f}{memory:11.1f}{laptop:8}{50 / size:10.0f}  {turn}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(file_gb(8e9, 4.5), 1) == 4.5, "bits divided by eight are bytes"
 assert int(50 / file_gb(8e9, 4.5)) == 11, "the file is read for each token"
 
@@ -109,6 +110,7 @@ assert int(50 / file_gb(8e9, 4.5)) == 11, "the file is read for each token"
 print(f"{128 * 1024 * 8192 / 2**30:.1f} GiB")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 128 * 1024 * 8192 / 2**30 == 1, "cache grows with the text"
 
 # %% [markdown]
@@ -188,6 +190,7 @@ asked, read = (len(session.tokenizer.encode(text)) for text in (question, render
 print(f"{asked} tokens of the question, {read} of the prompt")
 
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
+# Holds the answer above.
 assert rendered.count(question) == 1, "the template is put around the message"
 assert read > (2 if path else 1) * asked, "most of a short prompt is template"
 
@@ -238,6 +241,7 @@ for seed in (1, 2):
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def largest(memory_gb: float) -> int:
     return max(size for size in (1, 4, 8, 14, 24, 32) if file_gb(size * 1e9, 4.5) + 1.5 <= memory_gb / 2)
 

@@ -76,6 +76,7 @@ weights = model.num_parameters
 print(f"{weights / 1e6:.1f} million weights, {model.nbytes / 1e6:.0f} MB, {2 * weights / 1e9:.2f} GFLOP a token")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(model.nbytes / 1e6) == 269, "two bytes for each weight"
 assert round(2 * weights / model.nbytes, 2) == 1, "an operation for each byte that is read"
 
@@ -170,6 +171,7 @@ limit = "arithmetic" if 16 * reading > arithmetic else "reading"
 print(f"sixteen texts: the nearer limit is {limit}, and {1 - share[16]:.0%} of the time is neither")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(made[8] / made[1]) == 8, "eight texts share one reading of the weights"
 
 # %%
@@ -244,6 +246,7 @@ for _ in range(4):
 print(f"{128 / min(seconds):,.0f} prompt tokens/s, {2 * weights * 128 / min(seconds) / 1e9:.0f} GFLOP/s")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(2 * weights * 128 / model.nbytes) == 128, "each weight that is read serves every token of the step"
 
 # %% [markdown]
@@ -257,6 +260,7 @@ assert round(2 * weights * 128 / model.nbytes) == 128, "each weight that is read
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def bound(weights: float, bits: float, bandwidth: float) -> float:
     return bandwidth / (weights * bits / 8)
 

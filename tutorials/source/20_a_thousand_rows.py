@@ -73,6 +73,7 @@ exact = scores.to_pandas()
 exact[["choice", "score", "margin"]].head()
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 1 / len(scores[0]) == 0.25, "four choices"
 assert scores.accuracy(table["answer"]) > 0.5, "the model is better than chance"
 
@@ -101,6 +102,7 @@ plt.show()
 print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():.1%} of the other")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
 assert by_margin[:50].mean() < by_margin[50:500].mean(), (
     "but the surest rows are not the ones that are right most often"
@@ -138,6 +140,7 @@ lost, kept = (held_out["margin"][rows].mean() for rows in (flipped["int4"], ~fli
 print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {kept:.2f}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"
 assert 0 < flipped["int4"].mean() < 0.03, "4 bits change one or two labels in a hundred"
 assert lost < kept / 2, "the labels that 4 bits change had small margins"
@@ -225,6 +228,7 @@ if smollm2:
     print(", ".join(f"{count} of the other 12 are right with the limit at {at:.1f}" for at, count in right_of.items()))
 
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
+# Holds the answer above.
 if smollm2:
     assert (margins > 0).sum() > 12, "the model leans to positive"
     assert right_of[limit] > right_of[0.0], "a limit from twelve labelled rows is better on twelve others"
@@ -240,6 +244,7 @@ if smollm2:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 seen = table.head(500)
 candidates = np.sort(seen["margin"])[:-100]  # at least a hundred rows lie above each
 limits = [limit for limit in candidates if seen["correct"][seen["margin"] >= limit].mean() >= 0.9]

@@ -51,6 +51,7 @@ right = [done.text.strip().endswith(f"= {sum(pair)}") for done, pair in zip(alon
 print(f"{sum(right)} of {len(sums)} right; for instance {alone[0].text!r}, {alone[-1].text!r}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(right) < 5, "it can't write what it has hardly ever seen"
 
 # %% [markdown]
@@ -116,6 +117,7 @@ right = [run[0].result == str(sum(pair)) for run, pair in zip(runs, sums, strict
 print(f"{sum(right)} of {len(sums)} right, in {np.mean([len(run) for run in runs]):.1f} turns each")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(right) > 50, "a model that copies and a function that adds"
 
 # %% [markdown]
@@ -165,6 +167,7 @@ for done in calls:
     print(done.text, "→", {"weather": weather, "clock": clock}[done.parsed.function](done.parsed.days))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(isinstance(done.parsed, Call) for done in calls) == 4, "each call can be run"
 
 # %% [markdown]
@@ -232,6 +235,7 @@ if smollm2:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def larger_calculator(expression: str) -> str:
     match = re.fullmatch(r"\s*(\d{1,4}) ([-+*]) (\d{1,4})\s*", expression)
     if not match:

@@ -65,6 +65,7 @@ for name, prompt in TEXTS.items():
     print(f"{'':13} {drafting.explain(two).text}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert table["a loop"][1] < 20, "what repeats itself is guessed"
 
 # %% [markdown]
@@ -106,6 +107,7 @@ async with rekindle.open("tiny", drafts="suffix", **OPTIONS) as remembering:
 print(f"drafts that were right: {rounds[0]} of 180 tokens in the first round, {rounds[1]} in the second")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert rounds[1] > 90 > rounds[0], "what was said once is guessed the second time"
 
 # %% [markdown]
@@ -172,6 +174,7 @@ best = max(counts, key=lambda drafts: gain(0.8, drafts, 0.1))
 print(f"{best} drafts gain {gain(0.8, best, 0.1):.2f}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert best == 6, "there is a best number of drafts"
 assert round(gain(0.8, best, 0.1), 1) == 2.5, "it is less than the number of tokens"
 assert gain(0.4, 16, 0.1) < 1, "too many drafts cost more than they bring"
@@ -215,6 +218,7 @@ right = sum(one.token_ids[0] == tokens[len(prefix)] for one, prefix in zip(said,
 print(f"{right} of 40 tokens are those of the model: with 4 drafts, {expected(right / 40, 4):.1f} tokens in a step")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert right > 30, "four bits say nearly the same"
 
 # %% [markdown]
@@ -281,6 +285,7 @@ if smollm2:
         )
 
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
+# Holds the answer above.
 if smollm2:
     assert taken["repeat", "with"] < min(21, taken["repeat", "without"] / 2), "a copy takes less than half of the steps"
     assert taken["quote", "with"] < taken["quote", "without"], "a quotation takes fewer, too"
@@ -298,6 +303,7 @@ if smollm2:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def lookup(tokens: list[int], count: int, size: int = 2) -> list[int]:
     end = tokens[-size:]
     for start in range(len(tokens) - size - 1, -1, -1):

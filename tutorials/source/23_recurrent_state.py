@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 23 Recurrent state
 #
-# *Why is the cache of Qwen3.5 or LFM2 another thing than a transformer's, and what follows for prefix hits?*
+# *How does the cache of Qwen3.5 or LFM2 differ from a transformer's, and what does that mean for prefix hits?*
 #
-# **Before:** pages 02 and 05. **Afterwards you can** write a linear-attention layer as a recurrence, compute what a hybrid's cache takes, and predict what a prompt of it hits.
+# **Before:** pages 02 and 05. **Afterwards you can** write a linear-attention layer as a recurrence, compute what a hybrid's cache takes, and predict how much of a prompt it finds.
 #
 # **Also called:** linear attention = a recurrence with a matrix as its state; gated delta rule (Qwen3.5), SSM (Mamba), short convolution (LFM2); hybrid = layers of both kinds; a state at an edge = checkpoint, Mamba cache.
 #
@@ -63,6 +63,7 @@ state, by_recurrence = jax.lax.scan(step, jnp.zeros((D, D)), (q, k, v))
 print(f"largest difference {float(jnp.abs(by_attention - by_recurrence).max()):.0e}; state {state.shape}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert float(jnp.abs(by_attention - by_recurrence).max()) < 1e-4, "a sum over the past is a state"
 assert D * D == 4096, "the state has 64 · 64 numbers"
 assert D * D // (2 * D) == 32, "a state is as large as keys and values of D / 2 tokens"
@@ -134,10 +135,11 @@ print(second.usage)
 session.explain(second)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert second.usage.cached_tokens == 128, "a hit ends where a state is"
 
 # %% [markdown]
-# **Predict.** Another prompt shares the first 100 tokens, and goes on differently. Its last edge within them is at 64, and nobody has kept a state there. How many tokens does it find, and how many does the next prompt find that shares the same 100?
+# **Predict.** Another prompt shares the first 100 tokens, and goes on differently. Its last edge within them is at 64, and no state was kept there. How many tokens does it find, and how many does the next prompt find that shares the same 100?
 #
 # <details><summary>Answer</summary>
 #
@@ -153,6 +155,7 @@ for end in (7, 8):
 print(found)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert found == [0, 64], "states are kept where prompts were seen to part"
 
 # %% [markdown]
@@ -189,6 +192,7 @@ print(
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 GATE = 0.9
 apart = np.arange(T)[:, None] - np.arange(T)
 decay = jnp.where(apart >= 0, GATE ** np.maximum(apart, 0), 0.0)

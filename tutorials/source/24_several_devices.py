@@ -64,6 +64,7 @@ off = float(jnp.abs(mlp(x, up, down) - whole).max() / jnp.abs(whole).max())
 print(f"{mlp(x, up, down).size} numbers are added; relative difference {off:.0e}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert up.shape[1] == 4 * up.shape[0], "the middle is four times larger"
 assert mlp(x, up, down).size == 1024, "a row of the output for each token crosses the link"
 assert off < 1e-5, "two halves and a sum are the whole"
@@ -93,13 +94,14 @@ print(report)
 report
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert report.kv_heads == 1, "KV heads are divided"
 assert report.sums == 11, "two sums a layer, one for the embedding"
 
 # %% [markdown]
 # The same text, from the same cache of pages; each device has its KV head of every page.
 #
-# **Predict.** In float32 the model has 16 MB of weights. How many MB has each device?
+# **Predict.** In float32 the model has 16 MB of weights. How many MB does each device hold?
 #
 # <details><summary>Answer</summary>
 #
@@ -113,6 +115,7 @@ print(texts[0] == texts[1], repr(texts[1][:60]))
 print(f"{report.weight_bytes / 1e6:.1f} MB of weights on each device, {report.bytes_per_token:,} bytes of sums a token")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert texts[0] == texts[1], "a mesh gives the tokens of one device"
 assert round(4 * 4_000_512 / 1e6) == 16, "four bytes for each weight"
 assert round(report.weight_bytes / 1e6) == 8, "each device has half of the weights"
@@ -172,6 +175,7 @@ plt.show()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 heads, size, length = 4, 16, 10
 q, k, v = (jnp.array(rng.standard_normal((length, heads, size)), jnp.float32) for _ in range(3))
 out = jnp.array(rng.standard_normal((heads * size, 32)), jnp.float32)

@@ -48,7 +48,7 @@ print(f"{len(asks)} requests in {asks[-1].at:.0f} s, {sum(ask.length for ask in 
 # %% [markdown]
 # ## Three routers
 #
-# The load is chats: 8 system prompts, of which few are popular, and about four turns each. Eight replicas, each with room for
+# The load is chats: 8 system prompts, a few of them popular, and about four turns each. Eight replicas, each with room for
 # 32,000 tokens of cache.
 #
 # **Predict.** `round-robin` gives the next request to the next replica. The busiest one has how many times the mean number of requests? And which router finds more in the caches, and by how much?
@@ -68,6 +68,7 @@ for router in ("round-robin", "shortest", "affinity"):
           f"slowest hundredth {one.first_token[1] * 1e3:3.0f}; busiest {one.imbalance:.2f} of the mean")  # fmt: skip
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(outcomes["round-robin"].imbalance, 1) == 1.0, "a circle is even"
 assert min(outcomes.values(), key=lambda one: one.first_token[0]) is outcomes["affinity"], "hits shorten most waits"
 assert max(outcomes.values(), key=lambda one: one.first_token[1]) is outcomes["affinity"], (
@@ -106,6 +107,7 @@ plt.legend()
 plt.show()
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert shares["round-robin"][0] > 0.8, "one cache knows everybody"
 assert shares["round-robin"][-1] < 0.6, "eight caches that know everybody a little"
 assert shares["affinity"][-1] > 0.7, "eight caches that know their own conversations"
@@ -128,6 +130,7 @@ for router, one in outcomes.items():
     print(f"{router:12} devices busy {one.busy:.1%} of the time")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 100 * (outcomes["round-robin"].busy - outcomes["affinity"].busy) > 4, "hits are time of devices"
 
 # %% [markdown]
@@ -171,6 +174,7 @@ else:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 class TwoChoices:
     def __init__(self) -> None:
         self.draw = random.Random(0)

@@ -71,6 +71,7 @@ done = await ask(sales, "Which bar is the lowest?")
 print(f"{done.usage.prompt_tokens} tokens, {len(done.patches)} of them rows of the picture")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(done.patches) == 16, "a row for each square of 24 x 24 pixels"
 
 # %% [markdown]
@@ -108,6 +109,7 @@ words = await nearest_words(sales)
 print(words)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(word in colours for word in words) == 5, "the highest, the lowest, and three bars"
 
 # %% [markdown]
@@ -126,7 +128,7 @@ print((await ask(seven, "Which digit is it?")).text)
 #
 # Pages of a prompt are found again by the picture's pixels (page 05).
 #
-# **Predict.** A page has 8 tokens. The first answer about a new figure computes its whole prompt. How many times has the encoder to run for a second question about it, and how many tokens of its prompt are found in the cache?
+# **Predict.** A page has 8 tokens. The first answer about a new figure computes its whole prompt. How many times does the encoder run for a second question about it, and how many tokens of its prompt are found in the cache?
 #
 # <details><summary>Answer</summary>
 #
@@ -147,6 +149,7 @@ print(second.text, f"({second.usage.cached_tokens} tokens from the cache)")
 encoded = [line for line in str(session.explain(second)).splitlines() if "encoder ran" in line]
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert second.usage.cached_tokens > 16, "the picture, and what is before it"
 assert len(encoded) == 0, "the encoder was not asked"
 
@@ -174,6 +177,7 @@ assert "9" not in done.text, "it answers with what it was taught"
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 rng, right = random.Random(0), 0
 for _ in range(40):
     heights, inks = rng.sample(range(1, 11), 4), rng.sample(["red", "green", "blue", "orange", "purple"], 4)

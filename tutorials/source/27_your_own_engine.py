@@ -30,7 +30,7 @@ from rekindle import tiny
 from rekindle.models import LoadedModel, ModelConfig, Tokenizer, load
 
 # %% [markdown]
-# We compare with a session of the embedded model in float32, in which equal tokens are a fair demand. In 16 bits the order of a
+# We compare with a session of the embedded model in float32, where equal tokens are a fair demand. In 16 bits the order of a
 # sum can decide between two tokens that are almost equally likely.
 
 # %%
@@ -138,6 +138,7 @@ computed = sum(range(len(prompts[0]), len(prompts[0]) + COUNT))
 print(mine == expected[0], f"{computed} positions were computed for {COUNT} tokens")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert computed == 372, "a loop without a cache computes the text again for each token"
 assert mine == expected[0], "step 1 says what rekindle says"
 
@@ -313,6 +314,7 @@ mine = batch.generate(prompts, COUNT)
 print(mine == expected, f"{batch.steps} steps for {len(prompts)} texts of {COUNT} tokens")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert batch.steps == 48, "two texts share a step"
 assert mine == expected, "step 3 says what rekindle says"
 
@@ -401,12 +403,13 @@ print(
 )
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert max(map(len, prompts)) <= 8, "a prompt and 24 tokens fit into two pages"
 assert (paged.steps, len(paged.free)) == (COUNT, 8), "eight pages hold the four texts"
 assert mine == expected, "step 4 says what rekindle says"
 
 # %% [markdown]
-# The step says with how little an engine gets by: a pool, a table, and one line that turns a position into a page and an offset. `both` is the price: it gathers each
+# This step shows how little an engine needs: a pool, a table, and one line that turns a position into a page and an offset. `both` is the price: it gathers each
 # text's pages into one array, in each layer. A kernel that reads pages where they are saves that copy (page 09).
 #
 # ## Exercise
@@ -419,6 +422,7 @@ assert mine == expected, "step 4 says what rekindle says"
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 class ShortestFirst(Paged):
     def step(self) -> None:
         self.waiting.sort(key=lambda request: len(request.prompt))

@@ -136,6 +136,7 @@ print(mine == long_expected, [request.found for request in shared.last])
 small = Shared(model, pages=9)
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert shared.last[1].found == 32, "whole pages are found"
 assert mine == long_expected, "step 5 says what rekindle says"
 assert small.generate(long, COUNT) == long_expected, "pages are given up and computed again, and the tokens stay"
@@ -199,6 +200,7 @@ mine = sampled.generate(prompts, COUNT, **options)
 print(mine == drawn, repr(tokenizer.decode(mine[0])))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert tokenizer.vocab_size == 2048, "the embedded vocabulary"
 assert tokenizer.vocab_size // 64 == 32, "32 blocks of 64 tokens"
 assert mine == drawn, "step 6 draws what rekindle draws"
@@ -263,6 +265,7 @@ for given, expected_texts in ([loop], await reference([loop])), (long, long_expe
     assert mine == expected_texts, "step 7 says what rekindle says"
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert engine.generate(prompts, COUNT, **options) == drawn, "drawn texts stay the same, too"
 assert taken[0] <= COUNT / 2, "what repeats itself is guessed"
 assert engine.width == 5, "a step gives a token more than it has guesses"
@@ -396,6 +399,7 @@ assert texts.get(("transformers", 4), texts["this page", 4]) == texts["this page
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 class Penalised(Engine):
     penalty = 1.0
 

@@ -37,9 +37,9 @@ plt.rcParams.update(
 # $$\mathrm{cache}(n) = 2 \cdot b \cdot D \cdot K \cdot \sum_{\mathrm{layers}} \min(n, \mathrm{window})$$
 #
 # Four ideas make it smaller. **Grouped queries** let several query heads share a key and value head: $K$ falls. **Windows** let most layers look at the last tokens alone: those layers stop growing. **Latent
-# attention** keeps one short vector for each token, out of which a layer makes the keys and values of all heads. And **8-bit pages** halve $b$.
+# attention** keeps one short vector for each token, from which a layer makes the keys and values of all heads. And **8-bit pages** halve $b$.
 #
-# **Predict.** Llama 2 7B has 32 layers with 32 key and value heads of 128 numbers. Llama 3 8B has 8 such heads in as many layers. In 16 bits: how many KiB has a token in each?
+# **Predict.** Llama 2 7B has 32 layers with 32 key and value heads of 128 numbers. Llama 3 8B has 8 such heads, also in 32 layers. In 16 bits: how many KiB does a token take in each?
 #
 # <details><summary>Answer</summary>
 #
@@ -76,6 +76,7 @@ for name, kind in MODELS.items():
     print(f"{name:26}{kind.cache(1) / 1024:12.1f}" + "".join(f"{size / 2**30:11.2f} GiB" for size in sizes))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert MODELS["Llama 2 7B (every head)"].cache(1) / 1024 == 512, "32 heads of keys and of values"
 assert MODELS["Llama 3 8B (groups)"].cache(1) / 1024 == 128, "8 heads of each"
 
@@ -102,6 +103,7 @@ for texts in (1, 16, 64):
     print(f"{texts:3} texts: {2 * small.weights / (texts * small.cache(1)):7,.0f} tokens each")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert small.cache(1) == 23040, "2 bytes for each of 30 · 384 numbers"
 assert round(2 * small.weights / 1e6) == 269, "2 bytes for each weight, in MB"
 assert round(2 * small.weights / (16 * small.cache(1)), -1) == 730, "16 texts read 16 caches"
@@ -197,7 +199,8 @@ places = {name: session.stats().pages_total * session.config.page_size for name,
 print(places, f"{places['8-bit pages'] / places['16-bit pages']:.2f} times as many tokens in 256 MB")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
-assert 64 + 4 == 68, "a number of 4 bytes beside 64 of one byte"
+# Holds the answer above.
+assert 64 + 4 == 68, "a number of 4 bytes next to 64 of one byte"
 assert 1.7 < places["8-bit pages"] / places["16-bit pages"] < 2, "nearly twice as many tokens fit"
 
 # %% [markdown]
@@ -211,6 +214,7 @@ assert 1.7 < places["8-bit pages"] / places["16-bit pages"] < 2, "nearly twice a
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def longest(kind: Kind, gib: float, texts: int) -> int:
     low, high = 0, 2**30
     while low < high:  # the cache grows with the length, so that halving finds the limit
@@ -231,7 +235,7 @@ assert gemma > llama, "ten layers that see everything are fewer than 32"
 #
 # ## In production
 #
-# Long prompts are computed in chunks beside other texts' steps, their caches move to host memory between turns (page 06), or one text is divided over devices by its positions. Models mix a few layers that see everything with many that see a window or keep a recurrent state (page 23).
+# Long prompts are computed in chunks alongside other texts' steps, their caches move to host memory between turns (page 06), or one text is divided over devices by its positions. Models mix a few layers that see everything with many that see a window or keep a recurrent state (page 23).
 #
 # ## Further reading
 #

@@ -87,6 +87,7 @@ print(f"alone: {first * 1e3:.0f} ms to the first token, {further * 1e3:.1f} ms f
 print(f"full: {capacity:.1f} requests a second, {capacity * ANSWER:.0f} tokens a second")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert 8 / 2 == 4, "Little's law: what is inside is the rate times the time inside"
 
 # %% [markdown]
@@ -166,6 +167,7 @@ print(
 )
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(million(2, 1000), 2) == 0.56, "3.6 million tokens for two dollars"
 
 # %% [markdown]
@@ -231,6 +233,7 @@ for name, model_, bits, machine, devices, tokens in CASES:
     print(f"{name:28}{left:9.1f}{fit:11,}{one:8.0f}/s{many:8,.0f}/s{cost:13.2f}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert -(-LLAMA_70B.parameters * 2 // 80e9) == 2, "141 GB in 16 bits"
 assert -(-LLAMA_70B.parameters // 80e9) == 1, "71 GB in 8 bits"
 
@@ -256,6 +259,7 @@ print(f"a step by the bound: {1e3 / bound:.2f} ms; measured: {1e3 / MEASURED[1]:
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def devices(model: Model, bits: float, machine: Machine, texts: int, tokens: int) -> int | None:
     return next((n for n in (1, 2, 4, 8) if paper(model, bits, machine, n, texts, tokens)[1] >= texts), None)
 

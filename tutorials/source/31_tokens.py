@@ -36,7 +36,7 @@ print({name: f"{one.vocab_size:,} tokens" for name, one in tokenizers.items()})
 #
 # Every text is bytes (UTF-8), and there are 256 of them: a vocabulary that can write everything. It is also wasteful, since a step of the model would make one byte.
 #
-# **Predict.** How many bytes has `Käse`? And the single character `🧀`?
+# **Predict.** How many bytes does `Käse` have? And the single character `🧀`?
 #
 # <details><summary>Answer</summary>
 #
@@ -49,6 +49,7 @@ for text in ("cheese", "Käse", "チーズ", "🧀"):
     print(f"{text:8} {len(text)} characters, {len(text.encode())} bytes")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len("Käse".encode()) == 5, "an umlaut has two bytes"
 assert len("🧀".encode()) == 4, "an emoji has four"
 
@@ -115,6 +116,7 @@ print(first.most_common(4))
 print(encode("newer lows", train(example, 8)))
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert first[b"l", b"o"] == 3, "low, low and lower"
 assert b"".join(encode("Käse, lower", train(example, 8))).decode() == "Käse, lower", "nothing is lost"
 
@@ -166,6 +168,7 @@ plain, spaced = (tokenizer.encode(text) for text in ("Once upon a time", "Once u
 print([tokenizer.token(one) for one in plain], [tokenizer.token(one) for one in spaced])
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert spaced[: len(plain)] == plain, "the pieces before the space stay"
 assert len(spaced) - len(plain) == 1, "a lone space is a token"
 
@@ -192,6 +195,7 @@ print(f"{sum(there_and_back)} of {len(there_and_back)} samples come back as they
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 merges = train(" ".join(SAMPLES.values()) * 2, 200)
 story = SAMPLES["a story"]
 print(f"{len(encode(story, merges))} tokens with {len(merges)} merges, {len(encode(story, []))} without")

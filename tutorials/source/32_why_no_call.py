@@ -77,6 +77,7 @@ except InvalidRequest as error:
 print(*refused, sep="\n")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(refused) == 2, "a tool that the template does not show is refused"
 
 # %% [markdown]
@@ -121,11 +122,12 @@ for question, reply in zip(QUESTIONS, replies, strict=True):
 wrote = [reply for reply in replies if "<tool_call>" in reply.text]
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(wrote) == 0, "it answers in words"
 assert all(reply.text == reply.content for reply in replies), "there was nothing to read"
 
 # %% [markdown]
-# SmolLM2-135M-Instruct, a thousand times as large, has read about functions, and was not trained to call them either. Its own template shows no tools.
+# SmolLM2-135M-Instruct is far larger and has read about functions, but was not trained to call them either. Its own template shows no tools.
 
 # %% tags=["real"]
 if smollm2:
@@ -189,13 +191,14 @@ for name, reply in read.items():
 read["malformed"]
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(len(reply.tool_calls) for reply in read.values()) == 1, "one of the four is a call in this syntax"
 assert [bool(reply.reply.unread) for reply in read.values()] == [False, False, True, True], "and two look like one"
 
 # %% [markdown]
 # So three looks tell the causes apart. `reply.finish_reason` is "length": give it more `max_tokens`. `unread` has something: the
 # model writes this syntax badly; a forced call, a larger model or fewer bits less quantised help. `unread` is empty, and `reply.text` has tags that you can see:
-# it is another family's syntax, so pass `reply_format=`. A template whose syntax nobody knows is logged once when the model is opened, by name.
+# it is another family's syntax, so pass `reply_format=`. If a template's syntax is unknown, the log names it when the model is opened.
 #
 # ## Door 4: does the call fit the function?
 #
@@ -232,6 +235,7 @@ results = [run.messages[2]["content"] for run in runs]
 print(*(f"{run.rounds[0].tool_calls[0]} → {result}" for run, result in zip(runs, results, strict=True)), sep="\n")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert sum(result.startswith("rain in") for result in results) == 8, "each of them runs"
 
 # %% [markdown]
@@ -246,6 +250,7 @@ assert sum(result.startswith("rain in") for result in results) == 8, "each of th
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 async def why(session: rekindle.Session, question: str, **options) -> str:
     try:
         reply = await session.chat(question, **options)

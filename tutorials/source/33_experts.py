@@ -78,6 +78,7 @@ print(f"{products} products instead of {T * G}; largest difference {np.abs(spars
 print(f"tokens of each expert: {load.tolist()}; the busiest has {load.max() / load.mean():.1f} times the mean")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert products == 128, "each token meets two experts"
 assert np.abs(sparse - np.asarray(dense)).max() < 1e-4, "skipping what is multiplied by zero changes nothing"
 
@@ -110,6 +111,7 @@ drawn = np.mean([len({one for _ in range(16) for one in rng.choice(128, 8, repla
 print(f"by the formula {distinct(128, 8, 16):.1f}, drawn 200 times {drawn:.1f}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(float(distinct(128, 8, 16))) == 82, "sixteen texts read two thirds of the experts"
 assert abs(drawn - distinct(128, 8, 16)) < 2, "the formula is what drawing gives"
 
@@ -146,7 +148,7 @@ HTML((next(one for one in FOLDERS if one.is_dir()) / "33_slider.html").read_text
 # %% [markdown]
 # ## In the engine
 #
-# Three models with random weights in 16 bits: one with 32 experts of which it takes 4; a dense one as large as what a token takes; and a dense one as large as all of it. They take turns, and of each the quickest of several rounds counts: other programs only ever make one slower.
+# Three models with random weights in 16 bits: one with 32 experts, of which each token takes 4; a dense one as large as what a token takes; and a dense one as large as all of it. They take turns, and of each the quickest of several rounds counts: other programs only ever make one slower.
 
 # %%
 COMMON = {
@@ -226,6 +228,7 @@ fastest, slowest = max(counts, key=gain.get), min(counts, key=gain.get)
 print(f"the mixture gains most with {fastest} and least with {slowest} texts in a step")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(float(distinct(32, 4, 1))) == 4, "one text reads what it takes"
 assert round(float(distinct(32, 4, 16))) == 28, "sixteen read nearly everything"
 
@@ -244,7 +247,7 @@ plt.show()
 #
 # ## Exercise
 #
-# Write `half(experts, taken)`: the smallest number of texts in a step for which at least half of the experts of a layer are read. Compare 128 experts of which 8 are taken with 256 of which 8 are taken.
+# Write `half(experts, taken)`: the smallest number of texts in a step for which at least half of the experts of a layer are read. Compare 8 of 128 experts with 8 of 256.
 
 
 # %% tags=["yours"]
@@ -252,6 +255,7 @@ plt.show()
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def half(experts: int, taken: int) -> int:
     return next(tokens for tokens in range(1, 1000) if distinct(experts, taken, tokens) >= experts / 2)
 

@@ -12,7 +12,7 @@
 # ![A block: 32 numbers share a scale, perhaps a minimum, and each has four bits](../source/pictures/34_block.svg)
 #
 # A decode step is as quick as its weights are small (page 19), so nearly everybody runs models in four bits. But four bits are sixteen values, and the numbers of a matrix crowd near 0 with a few far out. All formats cut rows into short *groups*, and store a
-# scale for each. They differ in the size of groups, in what else a group stores, and in which sixteen values.
+# scale for each. They differ in the size of their groups, in what else a group stores, and in their sixteen values.
 
 # %%
 import math
@@ -118,6 +118,7 @@ weights = (raw["scale"].astype(np.float32)[:, None] * raw["numbers"]).reshape(te
 print(f"\n{tensor.name} {tensor.shape}, its first block:\n{raw['scale'][0]} times\n{raw['numbers'][0]}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert BLOCK.itemsize == 34, "32 numbers and a scale"
 assert BLOCK.itemsize * 8 / 32 == 8.5, "the scale costs half a bit for each number"
 
@@ -130,7 +131,7 @@ assert BLOCK.itemsize * 8 / 32 == 8.5, "the scale costs half a bit for each numb
 #
 # $$\mathrm{bits} = 4 + \frac{\mathrm{bits\ of\ scale\ and\ minimum}}{\mathrm{numbers\ in\ a\ group}}$$
 #
-# **Predict.** Q4_0 has groups of 32 and a scale in 16 bits; Q4_1 has a minimum in 16 bits, too; MXFP4 has groups of 32 and a scale of one byte. How many bits has each?
+# **Predict.** Q4_0 has groups of 32 and a scale in 16 bits; Q4_1 has a minimum in 16 bits, too; MXFP4 has groups of 32 and a scale of one byte. How many bits does each take?
 #
 # <details><summary>Answer</summary>
 #
@@ -213,6 +214,7 @@ for name, how in FORMATS.items():
     print(f"{name:8}{how.bits:6.2f} bits, groups of {how.group:3}: error {errors[name]:.1%}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert FORMATS["Q4_0"].bits == 4.5, "16 bits for 32 numbers"
 assert FORMATS["Q4_1"].bits == 5, "32 bits for 32 numbers"
 assert FORMATS["MXFP4"].bits == 4.25, "8 bits for 32 numbers"
@@ -267,6 +269,7 @@ print(
 )
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert len(np.unique(np.abs(kept[:31]))) == 1, "one large number hides its neighbours"
 
 # %% [markdown]
@@ -285,6 +288,7 @@ six = error(some, rounded(some, Format(32, 16, np.arange(-32, 32))))
 print(f"4 bits {errors['Q4_0']:.1%}, 6 bits {six:.2%}: {errors['Q4_0'] / six:.1f} times smaller")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(errors["Q4_0"] / six) == 4, "a bit halves the error"
 
 # %% [markdown]
@@ -303,6 +307,7 @@ for name in FORMATS:
     print(f"{name:8} weights {errors[name]:.1%}, product {product[name]:.1%}")
 
 # %% jupyter={"source_hidden": true} tags=["check"]
+# Holds the answer above.
 assert round(np.median([product[name] / errors[name] for name in FORMATS])) == 1, "a product is as wrong as its weights"
 
 # %% [markdown]
@@ -316,6 +321,7 @@ assert round(np.median([product[name] / errors[name] for name in FORMATS])) == 1
 
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
+# Our solution.
 def searched(x: np.ndarray, how: Format) -> np.ndarray:
     groups, best = x.reshape(-1, how.group), rounded(x, how)
     least = ((best - groups) ** 2).sum(1, keepdims=True)

@@ -24,6 +24,7 @@ import nbformat
 FOLDER = Path(__file__).resolve().parent
 COURSE = FOLDER.parent / "course"
 SECONDS = 600  # for one notebook on a busy machine; the tests ask for less
+FOLDED = "Output:"  # first of a folded cell's outputs, since JupyterLab shows the first line of what it folds
 KERNEL = {"name": "python3", "display_name": "Python 3", "language": "python"}
 
 
@@ -62,17 +63,21 @@ def execute(source: Path, *, seconds: float = SECONDS, real: bool = False) -> An
         coalesce_streams=True,
     )
     client.execute()
-    fold(notebook)
     for index, cell in enumerate(notebook.cells):
         cell.id = f"{source.stem[:2]}-{index:02d}"  # the same in every build
         if cell.cell_type == "code":
             cell.outputs = [output for output in map(kept, cell.outputs) if output is not None]
             check(source, cell)
+    fold(notebook)
     return notebook
 
 
 def fold(notebook: Any) -> None:
-    """Hide outputs that follow a question, the checks of answers, and solutions, until the reader runs or opens them."""
+    """Hide outputs that follow a question, the checks of answers, and solutions, until the reader runs or opens them.
+
+    JupyterLab shows the first line of what it folds. So such cells begin with a comment, and their outputs with a line
+    that tells nothing.
+    """
     asked = False
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
@@ -81,8 +86,11 @@ def fold(notebook: Any) -> None:
         tags = cell.metadata.get("tags", ())
         hidden = {"outputs_hidden": True} if (asked and "check" not in tags) or "solution" in tags else {}
         hidden |= {"source_hidden": True} if {"solution", "check"} & set(tags) else {}
-        if hidden and "yours" not in cell.metadata.get("tags", ()):
+        if hidden and "yours" not in tags:
             cell.metadata["jupyter"] = hidden
+            outputs = [output for output in cell.outputs if output.get("data") != {"text/plain": FOLDED}]
+            first = nbformat.v4.new_output("display_data", {"text/plain": FOLDED})
+            cell.outputs = [first, *outputs] if outputs else []
 
 
 def reworded(source: Path) -> Any:
@@ -114,6 +122,7 @@ def resumed(source: Path, notebook: Any) -> Any:
         if shown(cell.source) != shown(before.source):
             break
         cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    fold(notebook)
     notebook.metadata = saved.metadata
     return notebook
 
