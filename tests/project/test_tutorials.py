@@ -121,6 +121,14 @@ def test_a_page_of_the_course_has_all_its_parts(source: Path) -> None:
     assert not course.Page.read(source).problems()
 
 
+def test_few_answers_are_bounds() -> None:
+    """Whatever one guesses, "more than 0.1" teaches little: most answers are a number, or the nearest of three."""
+    pages = course.pages()
+    answers = [answer.split() for page in pages for _, answer in course.PREDICTION.findall(page.prose)]
+    bounds = [words for words in answers if "than" in words[1:3]]
+    assert len(answers) > 100 and len(bounds) < 5
+
+
 def test_the_index_is_made_of_the_pages() -> None:
     assert course.INDEX.read_text() == course.index(), "run python tutorials/source/course.py"
 

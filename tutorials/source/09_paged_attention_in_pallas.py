@@ -280,11 +280,11 @@ assert max(pl.cdiv(pl.cdiv(int(length), S), SPLITS) for length in lengths) == 2,
 # A comparison is worth something if it notices mistakes. Here are three classic ones: an off-by-one in the mask, a page table read
 # from the wrong row, and scores that are not divided by √D.
 #
-# **Predict.** Right kernels differ from the oracle by less than 0.000001. By how much do you expect the classic mistakes to differ: as little as rounding, or visibly? Give a power of ten.
+# **Predict.** Right kernels differ from the oracle by less than 0.000001. By how much do the classic mistakes differ: about 0.000001, 0.001 or 1?
 #
 # <details><summary>Answer</summary>
 #
-# By more than **0.1** each.
+# By about **1** each: a comparison can't miss them.
 #
 # </details>
 
@@ -299,7 +299,9 @@ for name, found in mistakes.items():
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.values()), "classic mistakes show"
+assert all(10 ** round(float(jnp.log10(jnp.abs(found - expected).max()))) == 1 for found in mistakes.values()), (
+    "classic mistakes show"
+)
 
 # %% [markdown]
 # ## How large should a page be?

@@ -185,11 +185,11 @@ assert np.mean(rewards[-4:]) > 0.8, "twenty steps teach it"
 # Every sum of two dice, answered greedily, also in two forms that it was never trained on. The old weights are still there: `model` has
 # them.
 #
-# **Predict.** There are 36 sums of two dice. How many does the trained model get right in the form that it was trained on, and how many did it get right before?
+# **Predict.** There are 36 sums of two dice. About how many does the trained model get right in the form that it was trained on, and how many before: 5, 18 or 35?
 #
 # <details><summary>Answer</summary>
 #
-# More than **30**, and before less than **10**.
+# About **35**, and **5** before.
 #
 # </details>
 
@@ -213,8 +213,10 @@ for number, form in enumerate(FORMS):
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert sum(after[:36]) > 30, "it has learned the form that it was trained on"
-assert sum(before[:36]) < 10, "which it could not do before"
+assert min((5, 18, 35), key=lambda one: abs(one - sum(after[:36]))) == 35, (
+    "it has learned the form that it was trained on"
+)
+assert min((5, 18, 35), key=lambda one: abs(one - sum(before[:36]))) == 5, "which it could not do before"
 
 # %%
 for question in ("What is six plus five?", "What is 6 + 5?", "Who are you?"):

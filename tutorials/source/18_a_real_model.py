@@ -174,11 +174,11 @@ print(
 # An instruct model was trained on conversations in one form, its *chat template*. `render` shows the text that the model really
 # reads; `chat` uses it.
 #
-# **Predict.** The question has 6 tokens. How many times as many has the prompt that the model reads?
+# **Predict.** The question has 6 tokens. Does the prompt that the model reads have about 2, 6 or 20 times as many?
 #
 # <details><summary>Answer</summary>
 #
-# More than **2** times as many: the template says who speaks and where a turn ends, and SmolLM2's adds a system prompt.
+# About **6** times as many: the template says who speaks and where a turn ends, and SmolLM2's adds a system prompt.
 #
 # </details>
 
@@ -192,7 +192,8 @@ print(f"{asked} tokens of the question, {read} of the prompt")
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
 # Holds the answer above.
 assert rendered.count(question) == 1, "the template is put around the message"
-assert read > (2 if path else 1) * asked, "most of a short prompt is template"
+assert read > asked, "a template adds to a message"
+assert not path or min((2, 6, 20), key=lambda one: abs(one - read / asked)) == 6, "most of a short prompt is template"
 
 # %% tags=["real"]
 messages = [{"role": "system", "content": "Answer in one sentence."}, {"role": "user", "content": question}]

@@ -82,11 +82,11 @@ assert scores.accuracy(table["answer"]) > 0.5, "the model is better than chance"
 #
 # The *margin* is the difference of the best two log-probabilities. If it means something, rows with a large margin are right more often.
 #
-# **Predict.** Sort the rows by margin. By how much are the surer 500 right more often than the others?
+# **Predict.** Sort the rows by margin. By about how much are the surer 500 right more often than the others: 0, 0.1 or 0.3?
 #
 # <details><summary>Answer</summary>
 #
-# By more than **0.1**.
+# By about **0.3**.
 #
 # </details>
 
@@ -103,7 +103,9 @@ print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
+assert min((0, 0.1, 0.3), key=lambda one: abs(one - by_margin[:500].mean() + by_margin[500:].mean())) == 0.3, (
+    "a margin tells right from wrong"
+)
 assert by_margin[:50].mean() < by_margin[50:500].mean(), (
     "but the surest rows are not the ones that are right most often"
 )
@@ -118,11 +120,11 @@ assert by_margin[:50].mean() < by_margin[50:500].mean(), (
 # Perplexity (page 10) is an average over words. What counts is the labels. So keep rows aside that nothing is chosen on, here the last
 # 500, and label them with 8 and with 4 bits:
 #
-# **Predict.** In which share of these rows does the label change with 8-bit weights?
+# **Predict.** In about how many of 100 rows does the label change with 8-bit weights: 0, 5 or 20?
 #
 # <details><summary>Answer</summary>
 #
-# Less than **0.1**. With 4 bits a few more do, and those are rows with small margins.
+# In **0**. With 4 bits some do, and those are rows with small margins.
 #
 # </details>
 
@@ -141,7 +143,9 @@ print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {ke
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"
+assert min((0, 5, 20), key=lambda one: abs(one - 100 * flipped["int8-weight"].mean())) == 0, (
+    "8 bits keep nearly all labels"
+)
 assert 0 < flipped["int4"].mean() < 0.03, "4 bits change one or two labels in a hundred"
 assert lost < kept / 2, "the labels that 4 bits change had small margins"
 
@@ -167,11 +171,11 @@ print(said.head(3).to_list())
 # examples. A small model has a favourite answer whatever it reads (Zhao et al., 2021). So the limit for *positive* need not be 0: label a
 # dozen rows yourself, and put it halfway between the mean margins of both labels.
 #
-# **Predict.** Half of the 24 reviews are positive. With the limit at 0, how many does the model call positive?
+# **Predict.** Half of the 24 reviews are positive. With the limit at 0, about how many does the model call positive: 8, 12 or 16?
 #
 # <details><summary>Answer</summary>
 #
-# More than **12**: this model leans to *positive*. With the limit from the first dozen more of the other dozen are right.
+# About **16**: this model leans to *positive*. With the limit from the first dozen more of the other dozen are right.
 #
 # </details>
 
@@ -230,7 +234,7 @@ if smollm2:
 # %% jupyter={"source_hidden": true} tags=["check", "real"]
 # Holds the answer above.
 if smollm2:
-    assert (margins > 0).sum() > 12, "the model leans to positive"
+    assert min((8, 12, 16), key=lambda one: abs(one - (margins > 0).sum())) == 16, "the model leans to positive"
     assert right_of[limit] > right_of[0.0], "a limit from twelve labelled rows is better on twelve others"
 
 # %% [markdown]

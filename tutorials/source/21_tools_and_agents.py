@@ -36,11 +36,11 @@ def ask(left: int, right: int) -> str:
 # The embedded model writes `23 + 35 = 58`. It has learned sums of up to two digits, not how to add: a result of three digits it has hardly ever
 # seen.
 #
-# **Predict.** Of 64 sums of two numbers from 50 to 78, how many does it get right?
+# **Predict.** Of 64 sums of two numbers from 50 to 78, about how many does it get right: 0, 32 or 60?
 #
 # <details><summary>Answer</summary>
 #
-# Less than **5**.
+# About **0**: it has hardly ever seen such numbers.
 #
 # </details>
 
@@ -52,7 +52,7 @@ print(f"{sum(right)} of {len(sums)} right; for instance {alone[0].text!r}, {alon
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert sum(right) < 5, "it can't write what it has hardly ever seen"
+assert min((0, 32, 60), key=lambda one: abs(one - sum(right))) == 0, "it can't write what it has hardly ever seen"
 
 # %% [markdown]
 # ## One call
@@ -101,11 +101,11 @@ for turn in turns:
 #
 # $$n_1 + n_2 + \ldots + n_k \approx \frac{k \cdot n}{2}$$
 #
-# **Predict.** All 64 sums again, with the tool. How many are right now?
+# **Predict.** All 64 sums again, with the tool. About how many are right now: 0, 32 or 60?
 #
 # <details><summary>Answer</summary>
 #
-# More than **50**. In the others it copied a number wrongly: a tool answers the question that it gets.
+# About **60**. In the others it copied a number wrongly: a tool answers the question that it gets.
 #
 # </details>
 
@@ -118,7 +118,7 @@ print(f"{sum(right)} of {len(sums)} right, in {np.mean([len(run) for run in runs
 
 # %% jupyter={"source_hidden": true} tags=["check"]
 # Holds the answer above.
-assert sum(right) > 50, "a model that copies and a function that adds"
+assert min((0, 32, 60), key=lambda one: abs(one - sum(right))) == 60, "a model that copies and a function that adds"
 
 # %% [markdown]
 # All 64 loops ran at once: while one loop's function runs, the engine works for the others. Functions that wait for a network should
