@@ -35,6 +35,7 @@ CLOCKS = {
     "models/loading/test_hostile_folders.py": "a hang's bound",
     "models/loading/test_prepared.py": "a hang's bound",
     "notebook/test_views.py": "a rate, over the seconds that passed",
+    "notebook/test_views_chat.py": "a rate, over the seconds that passed",
     "programs/test_late_store.py": "a hang's bound",
     "programs/test_layered.py": "a part is at most the whole",
     "scheduling/test_timeline.py": "moments that are compared with each other",
