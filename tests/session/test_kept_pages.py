@@ -6,7 +6,9 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,11 +20,12 @@ from helpers.small import PAGE, opening
 from helpers.small import prompt as small_prompt
 from helpers.tiered import ask, opened, prompt
 from rekindle import Session
-from rekindle._src.execution.page_transfers import PageTransfers
+from rekindle._src.core.records import PageMove
 from rekindle._src.kvcache import writer
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.tiers import Tiers
 from rekindle._src.opening.programs import SessionPrograms
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
@@ -37,11 +40,6 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.CacheWriter, "_tick", lambda self: None)
-
-
-@pytest.fixture
-def fillable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SessionPrograms, "fillable", lambda self: True)
 
 
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +64,7 @@ def test_a_script_that_closes_after_its_text_keeps_the_pages(tmp_path: Path) -> 
         session.check_integrity()
 
 
-def test_a_notebook_finds_them_by_itself(
-    tmp_path: Path, notebook: None, fillable: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_notebook_finds_them_by_itself(tmp_path: Path, notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
     waited_for(monkeypatch)
     read: list[bytes] = []
     load = DiskTier.load_run
@@ -94,7 +90,7 @@ def test_a_notebook_finds_them_by_itself(
 
 
 def test_no_first_text_waits_for_a_program(tmp_path: Path, notebook: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the program that brings pages back was never stored, a prompt is computed as without them."""
+    """Where a program has to bring pages back and was never stored, a prompt is computed as without them."""
     waited_for(monkeypatch)
     monkeypatch.setattr(SessionPrograms, "fillable", lambda self: False)
     with opened(tmp_path) as session:
@@ -107,20 +103,23 @@ def test_no_first_text_waits_for_a_program(tmp_path: Path, notebook: None, monke
         session.check_integrity()
 
 
-def test_the_gate_opens_when_the_program_is_ready_or_stored(tmp_path: Path, notebook: None) -> None:
+@pytest.mark.parametrize("on_one_cpu", [False, True])
+def test_pages_are_found_where_no_program_has_to_be_compiled_for_them(
+    tmp_path: Path, notebook: None, on_one_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Programs, "moved_by_host", lambda self, keys: on_one_cpu)
+    monkeypatch.setattr(Programs, "stored", lambda self, key: False)
     with opened(tmp_path) as session:
         tiers: Any = writer_of(session).tiers
-        owner = tiers.fillable.__self__
-        programs = owner.all
-        if not all(map(programs.stored, programs.lattice.fills)):
-            assert not owner.fillable()
+        programs: Programs = tiers.fillable.__self__.all
+        assert tiers.fillable() == on_one_cpu
         for key in programs.lattice.fills:
             programs.get(key)
-        assert owner.fillable() and owner._fillable
+        assert tiers.fillable()
 
 
 def test_an_index_that_takes_long_holds_no_opening(
-    tmp_path: Path, notebook: None, fillable: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, notebook: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as session:
         ask(session, 0)
@@ -208,20 +207,37 @@ def test_nothing_waits_where_all_is_on_disk(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
-def test_pages_are_read_in_place_as_the_program_reads_them(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_moves_pages_as_programs_do(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def pages() -> None:
         async with opening(kv_dtype=kv_dtype, disk_memory="8MiB", precompile="lazy") as session:
             await session.generate(small_prompt(3, 5 * PAGE), max_tokens=4, ignore_eos=True)
             runner: Any = engine_of(session).runner
-            numbers = [2, 1, 5, 3]
-            read: list[list[Any]] = []
-            for in_place in (False, True):
-                monkeypatch.setattr(PageTransfers, "_reads_in_place", in_place)
-                payloads = await session._client.exclusive(lambda: runner.read_pages(numbers), lambda _: None)
-                read.append([np.asarray(leaf) for payload in payloads for leaf in payload])
-            for one, other in zip(*read, strict=True):
-                assert (one.shape, one.dtype) == (other.shape, other.dtype)
-                np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
+            numbers, others = [2, 1, 5, 3], [8, 11, 9, 14]
+            moves = [PageMove(page, bytes([page])) for page in others]
+            store = dict.fromkeys((move.digest for move in moves), ())
+
+            def moved(by_host: bool) -> list[list[Any]]:
+                monkeypatch.setattr(Programs, "moved_by_host", lambda self, keys: by_host)
+                payloads = runner.read_pages(numbers)
+                store.update(zip(store, payloads, strict=True))
+                assert not runner.fill(moves)
+                return [payloads, runner.read_pages(others)]
+
+            monkeypatch.setattr(
+                runner._transfers, "_host_tier", SimpleNamespace(get=store.__getitem__, record_copy=lambda *_: None)
+            )
+            results = [
+                [
+                    [np.asarray(leaf) for payload in payloads for leaf in payload]
+                    for payloads in await session._client.exclusive(partial(moved, by_host), lambda _: None)
+                ]
+                for by_host in (False, True)
+            ]
+            (read, filled), (read_by_host, filled_by_host) = results
+            for leaves in zip(read, read_by_host, filled, filled_by_host, strict=True):
+                assert len({(leaf.shape, leaf.dtype) for leaf in leaves}) == 1
+                for leaf in leaves[1:]:
+                    np.testing.assert_array_equal(leaf.view(np.uint8), leaves[0].view(np.uint8))
             again = await session.generate(small_prompt(3, 5 * PAGE), max_tokens=4, ignore_eos=True)
             assert again.usage.cached_tokens == 5 * PAGE - 1
             session.check_integrity()

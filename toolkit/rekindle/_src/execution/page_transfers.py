@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle._src.core.records import LostPage, PageCopy, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls, Leaving
-from rekindle._src.programs import host_pages
+from rekindle._src.programs import host_pages, page_memory
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import COPY, GATHER, Helper
 from rekindle._src.programs.host_pages import PageParts
@@ -54,7 +54,6 @@ class PageTransfers:
         self._fills = tuple(fill.pages for fill in reversed(calls.programs.lattice.fills))
         self._layout = self._parts.layout
         self._restores = 0
-        self._gather_is_stored: bool | None = None
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
@@ -66,10 +65,8 @@ class PageTransfers:
 
         Pages are whole even where several processes hold parts of them.
         """
-        if moves and self._reads_in_place:
-            self._calls.wait(self._calls.kv)
-            whole = read_in_place(self._calls.kv, [move.page for move in moves])
-            return [tuple(array[at : at + 1] for array in whole) for at in range(len(moves))]
+        if moves and self._calls.programs.moved_by_host([Helper(GATHER.kind, size) for size in self._sizes]):
+            return _each(page_memory.read_pages(self._calls.at_rest(), [move.page for move in moves]))
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
         for batch, payload in [
@@ -81,22 +78,6 @@ class PageTransfers:
             for move, at in zip(batch.moves, batch.places, strict=True):
                 payloads[move.page] = tuple(array[at : at + 1] for array in arrays)
         return [payloads[move.page] for move in moves]
-
-    @property
-    def _reads_in_place(self) -> bool:
-        """True if the program that reads pages out would have to be compiled, and the host can read them itself.
-
-        A script that closes right after its first text would wait for that.
-        """
-        programs = self._calls.programs
-        if jax.default_backend() != "cpu" or programs.recipes.parts.divided or programs.recipes.parts.multi_process:
-            return False
-        keys = [Helper(GATHER.kind, size) for size in self._sizes]
-        if self._shards.count != 1 or all(map(programs.ready, keys)):
-            return False
-        if self._gather_is_stored is None:  # asked once: a shared cache may be far away
-            self._gather_is_stored = all(programs.ready(key) or programs.stored(key) for key in keys)
-        return not self._gather_is_stored
 
     def store(self, leaving: Leaving) -> None:
         """Hand the pages that were read out to the host tier; waits for the copies."""
@@ -122,9 +103,13 @@ class PageTransfers:
         if measured:
             self._calls.wait(self._calls.kv)
         start = time.perf_counter()
-        for batch in self._shards.batches(tuple(payloads), self._fills):
-            pages = {place: payloads[move] for move, place in zip(batch.moves, batch.places, strict=True)}
-            self._fill(batch, pages)
+        if payloads and self._calls.programs.moved_by_host(self._calls.programs.lattice.fills):
+            ids = [move.page for move in payloads]
+            page_memory.fill_pages(self._calls.at_rest(), ids, list(payloads.values()))
+        else:
+            for batch in self._shards.batches(tuple(payloads), self._fills):
+                pages = {place: payloads[move] for move, place in zip(batch.moves, batch.places, strict=True)}
+                self._fill(batch, pages)
         if measured and payloads:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
@@ -212,6 +197,10 @@ class SideTransfers:
                 payloads[move] = self._payload(move)
             except Exception as error:
                 lost.append(LostPage(move, error))
+        if payloads and self._calls.programs.moved_by_host([self._plan.fill]):
+            ids = [move.page for move in payloads]
+            self._plan.fill_in_place(self._calls.at_rest(), ids, list(payloads.values()))
+            return tuple(lost)
         for batch in self._batches(tuple(payloads)):
             try:
                 entries = {
@@ -225,6 +214,8 @@ class SideTransfers:
 
     def read(self, slots: Sequence[int]) -> list[paged.Payload]:
         """Return the entries in slots; called between steps."""
+        if slots and self._calls.programs.moved_by_host([self._plan.read_out]):
+            return _each(self._plan.read_in_place(self._calls.at_rest(), slots))
         leaving = self.read_out([PageMove(slot, b"") for slot in slots])
         return [entry for batch, payload in leaving for entry in self._arrived(batch, payload)]
 
@@ -295,31 +286,17 @@ def _stored(store: PayloadStore | None, move: PageMove, kind: str) -> paged.Payl
         ) from None
 
 
+def _each(whole: paged.Payload) -> list[paged.Payload]:
+    """Return the payload of each page, as views of one for all of them."""
+    return [tuple(array[at : at + 1] for array in whole) for at in range(len(whole[0]))]
+
+
 def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)
 
 
 MAX_BYTES = 256 << 20  # resident from then on; half a second of one core at the slowest measured
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14: maps as a write would, without changing the content
-
-
-def read_in_place(kv: paged.KV, pages: Sequence[int]) -> paged.Payload:
-    """Return the payload of pages of one CPU device, in the form of `gather`, without a program.
-
-    No step may be in flight. The memory is read by its address: a NumPy view of an array would keep the next step
-    from reusing its memory.
-    """
-    payload: list[np.ndarray] = []
-    for numbers in paged.groups_of(kv):
-        layers = [[_copied(leaf, pages) for leaf in jax.tree.leaves(kv[number].pages)] for number in numbers]
-        payload += [np.stack(leaves, axis=1) for leaves in zip(*layers, strict=True)]
-    return tuple(payload)
-
-
-def _copied(leaf: Any, pages: Sequence[int]) -> np.ndarray:
-    memory = (ctypes.c_uint8 * leaf.nbytes).from_address(leaf.unsafe_buffer_pointer())
-    whole = np.frombuffer(memory, np.uint8).view(leaf.dtype).reshape(leaf.shape)
-    return whole[np.asarray(pages)]
 
 
 def prefault(leaves: Sequence[Any], pages: int) -> threading.Thread | None:

@@ -7,6 +7,7 @@ packs step N + 1. On CPU a program may read a buffer in place, so a buffer is re
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import time
@@ -370,7 +371,13 @@ class Runner:
             try:
                 return bucket_for(ready, max_requests, **size, variants=variants)
             except ConfigError:
-                return best
+                pass
+        if plan.restore and not self.programs.made(best.programs):
+            # A prompt whose pages come back needs a smaller program than it did when they were computed. That one is
+            # stored, and read sooner than another one is compiled.
+            made = [bucket for bucket in lattice if self.programs.made(bucket.programs)]
+            with contextlib.suppress(ConfigError):
+                return bucket_for(made, max_requests, **size, variants=variants)
         return best
 
     def _ready(self, bucket: Bucket, *, whole: bool) -> bool:

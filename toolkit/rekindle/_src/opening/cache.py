@@ -95,7 +95,9 @@ class SessionCache:
             if tree is not None and drafter.most_tokens:
                 drafter.remember(known_texts(tree, drafter.most_tokens))
         ready = programs.restorable()  # a request for restored pages is likely to come at once
-        if runner.rehearse(ready) and isinstance(tree, PrefixCache) and {*runner.programs.lattice.fills} <= {*ready}:
+        fills = programs.all.lattice.fills
+        fillable = {*fills} <= {*ready} or programs.all.moved_by_host(fills)
+        if runner.rehearse(ready) and isinstance(tree, PrefixCache) and fillable:
             promote(tree, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
 
     def _find_stored(self, programs: SessionPrograms) -> None:

@@ -28,8 +28,6 @@ class SessionPrograms:
         self.all: Programs = programs
         self._warming, self._contexts, self._background = warming, contexts, background
         self._demand: Demand | None = None
-        self._fillable = False
-        self._stored_fills: frozenset[Key] | None = None
 
     @classmethod
     def open(cls, plan: Blueprint, shown: OpeningProgress, contexts: Contexts) -> SessionPrograms:
@@ -77,13 +75,9 @@ class SessionPrograms:
 
     def fillable(self) -> bool:
         """True if pages can be brought to the device without compiling."""
-        if not self._fillable:
-            programs = self.all
-            keys = [*programs.lattice.fills, *(side.fill for side in programs.recipes.sides)]
-            if self._stored_fills is None:  # asked once: a shared cache may be far away
-                self._stored_fills = frozenset(key for key in keys if programs.ready(key) or programs.stored(key))
-            self._fillable = all(programs.ready(key) or key in self._stored_fills for key in keys)
-        return self._fillable
+        programs = self.all
+        keys = [*programs.lattice.fills, *(side.fill for side in programs.recipes.sides)]
+        return programs.made(keys) or programs.moved_by_host(keys)
 
     def opened(self) -> None:
         """Go on when the session is open. Raise the `CompileError` of a program that has to be ready by now."""

@@ -292,6 +292,10 @@ class LayeredPrograms:
         """True if the program, or the part of it that chooses tokens, is stored."""
         return self._store.holds(key.name) or self._store.holds(self._closing_name(key, greedy=False))
 
+    def stored(self, key: Key) -> bool:
+        """True if all parts that a program begins with are stored."""
+        return self.takes(key) and all(self._store.holds(part.name) for part in self._first(key))
+
     def takes(self, key: Key) -> TypeGuard[Bucket]:
         """True if the program can be made of parts: a step or its first half, on one device."""
         if not isinstance(key, Bucket) or key.span not in (StepSpan.ALL, StepSpan.FORWARD):

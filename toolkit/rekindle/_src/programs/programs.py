@@ -82,6 +82,7 @@ class Programs:
         self.counts = ProgramCounts()
         self.compiler = ProgramCompiler(self.recipes, self.drafting, self.counts)
         self.keeps = store is not None  # programs outlive the process
+        self._found: dict[tuple[Key, Form], bool] = {}  # whether the store has a program in this form or better
         self._store = LateStore(store or NoStore())
         self._layered = LayeredPrograms(
             self.recipes, counted=self.counts.traced, compiled=self.counts.compiled, store=self._store
@@ -145,6 +146,28 @@ class Programs:
     def stored(self, key: Key) -> bool:
         """True if the store has the program."""
         return self._store.holds(key.name)
+
+    def made(self, keys: Sequence[Key]) -> bool:
+        """True if none of these programs has to be compiled: they are ready, or the store has what is enough of them.
+
+        The store is asked once for each, since a shared cache may be far away.
+        """
+        missing = [(key, self.ledger.least) for key in keys if not self.ready(key)]
+        for key, least in missing:
+            if (key, least) not in self._found:
+                in_parts = least is Form.PARTS and self._layered.stored(key)
+                self._found[key, least] = in_parts or self.stored(key)
+        return all(self._found[each] for each in missing)
+
+    def moved_by_host(self, keys: Sequence[Key]) -> bool:
+        """True if the host does the work of these programs, which move pages: they would have to be compiled.
+
+        Only on one CPU device, whose memory is the host's.
+        """
+        parts = self.recipes.parts
+        if jax.default_backend() != "cpu" or parts.divided or parts.multi_process or self.shards.count != 1:
+            return False
+        return not self.made(keys)
 
     def use_no_store(self) -> None:
         """Neither load stored programs from now on nor store any: the next process would compile different ones."""

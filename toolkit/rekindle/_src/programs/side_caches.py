@@ -56,6 +56,7 @@ from rekindle._src.kvcache.side import EntryWords, Keying, SidePlan
 from rekindle._src.models.base import Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs import page_memory
 from rekindle._src.programs.buckets import FEW, SMALLEST_ROWS, Helper
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.kv_layout import KV, Layer, Payload
@@ -131,6 +132,14 @@ class DevicePlan(SidePlan, ABC):
     @abstractmethod
     def scatter(self, kv: KV, ids: Array, entries: Sequence[Payload]) -> KV:
         """Write entries of `gather`, one for each slot, to the slots `ids`; ids that pad the transfer are 0."""
+
+    @abstractmethod
+    def read_in_place(self, kv: KV, ids: Sequence[int]) -> Payload:
+        """Return the entries in the slots `ids` as `gather` does, on one CPU device and without a program."""
+
+    @abstractmethod
+    def fill_in_place(self, kv: KV, ids: Sequence[int], entries: Sequence[Payload]) -> None:
+        """Write entries to slots as `scatter` does, on one CPU device and without a program."""
 
     @abstractmethod
     def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
@@ -209,6 +218,12 @@ class RecurrentStates(DevicePlan):
                 first += size
             layers.append(layer._replace(states=tuple(arrays)))
         return tuple(layers)
+
+    def read_in_place(self, kv: KV, ids: Sequence[int]) -> Payload:
+        return page_memory.read_states(kv, ids)
+
+    def fill_in_place(self, kv: KV, ids: Sequence[int], entries: Sequence[Payload]) -> None:
+        page_memory.fill_states(kv, ids, entries)
 
     def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
         (states,) = payload
@@ -337,6 +352,12 @@ class WindowPages(DevicePlan):
 
     def scatter(self, kv: KV, ids: Array, entries: Sequence[Payload]) -> KV:
         return paged.scatter(kv, ids, entries, windows=True)
+
+    def read_in_place(self, kv: KV, ids: Sequence[int]) -> Payload:
+        return page_memory.read_pages(kv, ids, windows=True)
+
+    def fill_in_place(self, kv: KV, ids: Sequence[int], entries: Sequence[Payload]) -> None:
+        page_memory.fill_pages(kv, ids, entries, windows=True)
 
     def to_host(self, parts: Partitioning, payload: Payload) -> list[np.ndarray[Any, Any]]:
         return parts.to_host(payload, windows=True)

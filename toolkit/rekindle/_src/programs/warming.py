@@ -227,8 +227,9 @@ class Warming:
         together = programs.recipes.parts.multi_process  # several processes have to compute alike
         bounded = precompile != "all" and not together
         self._longest = KERNEL_SECONDS if bounded else math.inf
-        self._first = first_needed(programs, restoring=restoring)
-        fills = len(programs.lattice.fills) * restoring
+        filling = restoring and not programs.moved_by_host(programs.lattice.fills)
+        self._first = first_needed(programs, restoring=filling)
+        fills = len(programs.lattice.fills) * filling
         self._prefill_and_decode = self._first[: fills + 2]
         self._in_parts = False
         if precompile != "all" and not programs.config.deterministic and not together:
