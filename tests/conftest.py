@@ -220,7 +220,8 @@ def short_turns(record_property: Callable[[str, object], None]) -> Iterator[None
 
     with turns.neighbour() as neighbour:
         yield
-    record_property("longest_turn", neighbour.longest)  # for toolkit/workshop/bench/neighbour.py
+    record_property("longest_turn", neighbour.longest)  # for toolkit/workshop/bench/neighbour.py, as the next one
+    record_property("grown", neighbour.grown)
     most = turns.MOST if CLOCKS else HANG
     assert neighbour.longest <= most, f"a neighbour waited for {neighbour.longest:.3f} s of processors"
 

@@ -179,6 +179,7 @@ async def test_a_picture_of_two_requests_is_encoded_once(read: list[Any]) -> Non
 
 
 @anyio_test
+@pytest.mark.usefixtures("short_turns")
 async def test_rows_are_shared_within_a_salt_alone_in_memory_and_on_disk(read: list[Any], tmp_path: Path) -> None:
     """The time to a first token told whether another salt had sent a picture."""
     salts = (None, "alice", "bob", "\udc80")

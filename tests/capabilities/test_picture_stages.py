@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from helpers.sessions import eventually
+from images.files import jpeg_of_scans, jpeg_with
 from rekindle._src.capabilities.pictures.stages import SMALL, PictureStages
 from rekindle._src.core.pictures import EncodedRows, RowsOrigin
+from rekindle._src.images import open_picture
 
 pytestmark = pytest.mark.anyio
 LARGE = SMALL + 1
@@ -67,6 +69,34 @@ async def test_a_small_picture_waits_for_no_large_one() -> None:
         pictures.decoding.set()
     assert len(pictures.done) == 9
     pictures.stages.close()
+
+
+@pytest.mark.usefixtures("short_turns")
+@pytest.mark.parametrize("side", [256, pytest.param(4096, marks=pytest.mark.slow)])
+async def test_pictures_that_take_longest_leave_others_their_turns(side: int) -> None:
+    """Eight JPEGs with as many scans as are read; the last one is decoded once another client's small one is done."""
+    large = jpeg_of_scans(side, index=5, times=53)
+    stages, small_is_done, begun, done = PictureStages(), threading.Event(), list[str](), list[str]()
+
+    def decode(name: str) -> Any:
+        if name == "b":
+            return open_picture(jpeg_with()).decode()
+        begun.append(name)
+        assert len(begun) < 8 or small_is_done.wait(60)
+        return open_picture(large).decode()
+
+    async def bring(name: str, work: int) -> None:
+        assert await stages.rows(name[0], work, lambda: decode(name), lambda picture: ROWS) is ROWS
+        done.append(name)
+
+    async with anyio.create_task_group() as group:
+        for number in range(8):
+            group.start_soon(bring, f"a{number}", LARGE)
+        with anyio.fail_after(60):
+            await bring("b", SMALL)
+        small_is_done.set()
+    assert len(done) == 9 and done[-1] == begun[-1]
+    stages.close()
 
 
 async def test_callers_take_turns() -> None:

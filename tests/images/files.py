@@ -121,6 +121,16 @@ def jpeg_with(*segments: bytes, jpeg: bytes | None = None) -> bytes:
     return jpeg[:2] + b"".join(segments) + jpeg[2:]
 
 
+def jpeg_of_scans(side: int, *, index: int, times: int) -> bytes:
+    """Return a progressive JPEG of a plain colour with one of its scans so many times more."""
+    image = Image.new("RGB", (side, side), (60, 80, 100))
+    data = encoded(image, "JPEG", progressive=True, subsampling=0)
+    starts = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
+    ends = [data.rfind(b"\xff\xc4", at, after) for at, after in zip(starts, [*starts[1:], None], strict=True)]
+    one = data[starts[index] : ends[index] if ends[index] > 0 else (starts[index + 1 :] or [len(data) - 2])[0]]
+    return data[:-2] + one * times + data[-2:]
+
+
 def webp_with(*parts: tuple[bytes, bytes], flags: int = 0) -> bytes:
     """Return a lossless WebP with these chunks after its pixels."""
     pixels = encoded(Image.fromarray(noise(9, 7)), "WEBP", lossless=True)[12:]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image, ImageFile
 
-from images.files import chunk, encoded, jpeg_with, noise, plain_tiff, segment
+from images.files import chunk, encoded, jpeg_of_scans, jpeg_with, noise, plain_tiff, segment
 from images.test_metadata import MPF, SHARED
 from rekindle._src.images import PictureLimits, open_picture
 from rekindle._src.images.formats.parts import SCANS
@@ -55,15 +55,6 @@ def flat(mode: str = "RGB", **options: Any) -> bytes:
     return encoded(Image.new(mode, (SIDE, SIDE), tuple(range(60, 60 + 20 * len(mode), 20))), **options)
 
 
-def scans(index: int, times: int) -> bytes:
-    """Return a progressive JPEG of a plain colour with one of its scans so many times more."""
-    data = flat(format="JPEG", progressive=True, subsampling=0)
-    starts = [at for at in range(len(data)) if data[at : at + 2] == b"\xff\xda"]
-    ends = [data.rfind(b"\xff\xc4", at, after) for at, after in zip(starts, [*starts[1:], None], strict=True)]
-    one = data[starts[index] : ends[index] if ends[index] > 0 else (starts[index + 1 :] or [len(data) - 2])[0]]
-    return data[:-2] + one * times + data[-2:]
-
-
 def noisy(format: str, **options: Any) -> bytes:
     return encoded(Image.fromarray(noise(1024, 1024, 4 if format == "WEBP" else 3)), format, **options)
 
@@ -94,7 +85,7 @@ def test_a_pixel_takes_at_most_64_ns(name: str) -> None:
 
 @pytest.mark.parametrize("index", [0, 5, 6, 9])
 def test_a_pass_takes_at_most_3_ns(index: int) -> None:
-    more, less = cost(scans(index, 50)), cost(scans(index, 0))
+    more, less = (cost(jpeg_of_scans(SIDE, index=index, times=times)) for times in (50, 0))
     seconds = (more.seconds - less.seconds) / (50 * SIDE**2)
     print(f"scan {index}: {seconds * 1e9:.2f} ns")
     assert seconds * SCANS * LIMITS.pixels < 3.6, "2 ** 26 pixels in 18 scans take 1.6 s"

@@ -125,6 +125,7 @@ def _is(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) and not (hint is int and isinstance(value, bool))
 
 
+@pytest.mark.usefixtures("short_turns")
 @pytest.mark.parametrize("share", [0.02, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_a_config_with_any_value_anywhere_opens_or_is_refused_by_a_typed_error(share: float) -> None:
     """172 of 3,938 ended in a TypeError, some of them once the model was open."""

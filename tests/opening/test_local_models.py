@@ -78,6 +78,21 @@ def test_headers_alone_are_read_and_each_once(filled: Path, monkeypatch: pytest.
 
 
 @pytest.mark.thorough
+@pytest.mark.usefixtures("short_turns")
+def test_hundreds_of_models_keep_no_neighbour_waiting(home: Path, tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "hf", CASE)
+    file = gguf_files.convert(folder, tmp_path / "m.gguf", "f16").read_bytes()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    store = home / ".ollama" / "models"
+    for number in range(175):
+        tool_homes.hub(home / ".cache" / "huggingface" / "hub", f"owner/{number}", files)
+        named = tool_homes.manifest(store, model=file, license=str(number).encode())
+        tool_homes.ollama(store, f"library/qwen3/{number}", named)
+    models = rekindle.local_models()
+    assert len(models) == 352 and all(model.opens for model in models)
+
+
+@pytest.mark.thorough
 def test_every_listed_model_that_opens_is_opened_by_its_name(filled: Path) -> None:
     for model in rekindle.local_models():
         if model.opens and model.name not in ("tiny", "tiny-vision", "hub:owner/awq"):

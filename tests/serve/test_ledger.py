@@ -34,8 +34,9 @@ HI = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 class Sender:
     """A client that sends a part of a body, and the rest or its end when the test says so."""
 
-    def __init__(self, app: Any, first: bytes, *, host: str = "10.0.0.1", path: str = CHAT) -> None:
-        self.app, self.first, self.host, self.path = app, first, host, path
+    def __init__(self, app: Any, first: bytes | int, *, host: str = "10.0.0.1", path: str = CHAT) -> None:
+        self.app, self.host, self.path = app, host, path
+        self.first = first  # or so many spaces, which are made as they are sent
         self.rest: bytes | None = None  # None: it leaves
         self.answer = Answer()
         self.sent, self.goes_on = anyio.Event(), anyio.Event()
@@ -53,7 +54,8 @@ class Sender:
     async def _receive(self) -> dict[str, Any]:
         self._parts += 1
         if self._parts == 1:
-            return {"type": "http.request", "body": self.first, "more_body": True}
+            first = b" " * self.first if isinstance(self.first, int) else self.first
+            return {"type": "http.request", "body": first, "more_body": True}
         self.sent.set()
         await self.goes_on.wait()
         if self._parts == 2 and self.rest is not None:
@@ -75,7 +77,7 @@ async def test_a_hundred_unfinished_bodies_hold_no_more_than_the_share_of_their_
     """They held all that they had sent, 3.3 GB, for a minute each."""
     app = make_app(session, request_memory=8 * MIB)
     ledger = app.state.rekindle.ledger
-    senders = [Sender(app, b" " * MIB) for _ in range(100)]
+    senders = [Sender(app, MIB) for _ in range(100)]
     async with anyio.create_task_group() as group:
         for sender in senders:
             group.start_soon(sender.run)

@@ -164,4 +164,5 @@ async def test_a_neighbour_never_waits_long_for_hostile_adapters(
                     assert list(done.token_ids) == list(plain(prompt(1, 9), 8))
         assert len(refused) == len(folders)
     record_property("longest_turn", neighbour.longest)
+    record_property("grown", neighbour.grown)
     assert neighbour.longest <= turns.MOST, f"a neighbour waited for {neighbour.longest:.3f} s of processors"

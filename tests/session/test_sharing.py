@@ -141,6 +141,7 @@ def test_the_secret_is_asked_for(both: Any, monkeypatch: pytest.MonkeyPatch) -> 
         two.cache.pull("nowhere", list(prompt(0))).result_sync()
 
 
+@pytest.mark.usefixtures("short_turns")
 def test_silent_connections_keep_no_rightful_one_out(both: Any) -> None:
     """Thirty-two that know no secret had all the places, for as long as they sent a byte now and then."""
     one, two, shared = both

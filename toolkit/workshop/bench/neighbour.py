@@ -1,6 +1,6 @@
 """How long a neighbour has to wait: while strangers send what could freeze a process, and while programs are made.
 
-    python neighbour.py points     # a thread's longest turn in each test with the fixture `short_turns`
+    python neighbour.py points     # a thread's longest turn in each test of what could freeze a process, and its memory
     python neighbour.py firsts     # the first use of each kind of request: that, and a stream's longest gap
 
 Seconds are those of processors that the process used meanwhile, and of a clock. On a machine that is busy with others
@@ -9,6 +9,7 @@ only the first say something, and those of a stream count what compiles at the s
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import re
 import subprocess
@@ -27,30 +28,44 @@ from helpers import turns
 from rekindle import Session
 
 ROOT = harness.ROOT
-MARKED = re.compile(r"^@pytest.mark.usefixtures\(\"short_turns\"\)(?:\n@.*)*\n(?:async )?def (\w+)", re.MULTILINE)
+SAYS = re.compile(r"usefixtures\(\"short_turns\"\)|record_property\(\"longest_turn\"")
 QUESTION = [{"role": "user", "content": "Tell me a long story."}]
 OBJECT: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def points() -> int:
-    """Run the tests that take turns with a thread, and print its longest turn in each. Return their exit status."""
+def tests_of(file: Path) -> list[str]:
+    """Return the names of the tests in a file that note a neighbour's longest turn."""
+    text = file.read_text()
+    if not SAYS.search(text):
+        return []
+    lines, found = text.splitlines(), list[str]()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+            first = min(one.lineno for one in (node, *node.decorator_list))
+            found += [node.name] * bool(SAYS.search("\n".join(lines[first - 1 : node.end_lineno])))
+    return found
+
+
+def points(chosen: str) -> int:
+    """Run the tests that take turns with a thread; print its longest turn and the memory. Return the exit status."""
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    tests = [f"{file}::{name}" for file in files for name in MARKED.findall(file.read_text())]
+    tests = [f"{file}::{name}" for file in files for name in tests_of(file)]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "junit_family=xunit1"]
-        command.append(f"--junitxml={report}")
+        command += ["-m", chosen, f"--junitxml={report}"]
         done = subprocess.run([*command, *tests], cwd=ROOT, check=False)
-        longest: dict[str, list[float]] = {}
+        noted: dict[str, dict[str, list[float]]] = {}
         for case in ElementTree.parse(report).iter("testcase"):
             for one in case.iter("property"):
-                if one.get("name") == "longest_turn":
-                    name = str(case.get("name")).partition("[")[0]
-                    longest.setdefault(name, []).append(float(str(one.get("value"))))
-    print(f"\n{'longest turn':>12}  cases  test")
+                name = str(case.get("name")).partition("[")[0]
+                noted.setdefault(name, {}).setdefault(str(one.get("name")), []).append(float(str(one.get("value"))))
+    print(f"\n{'longest turn':>12} {'memory':>9}  cases  test")
     for name in (test.rpartition("::")[2] for test in tests):
-        found, said = longest.get(name, []), name.removeprefix("test_").replace("_", " ")
-        print(f"{max(found, default=float('nan')) * 1e3:9.0f} ms  {len(found):5}  {said}")
+        found, said = noted.get(name, {}), name.removeprefix("test_").replace("_", " ")
+        turns_of, grown = found.get("longest_turn", []), found.get("grown", [])
+        longest, most = max(turns_of, default=float("nan")), max(grown, default=float("nan"))
+        print(f"{longest * 1e3:9.0f} ms {most / 2**20:5.0f} MiB  {len(turns_of):5}  {said}")
     return done.returncode
 
 
@@ -128,10 +143,11 @@ async def firsts(model: str, precompile: str) -> None:
 
 def main() -> None:
     arguments = harness.options(
-        __doc__, "what", what=(str, ("points", "firsts")), model="tiny", precompile="background"
-    )
+        __doc__, "what", what=(str, ("points", "firsts")), model="tiny", precompile="background",
+        marks=("not slow and not soak", "tests that `points` runs, as pytest's -m chooses them"),
+    )  # fmt: skip
     if arguments.what == "points":
-        sys.exit(points())
+        sys.exit(points(arguments.marks))
     asyncio.run(firsts(arguments.model, arguments.precompile))
 
 
