@@ -9,12 +9,14 @@ from typing import Any
 import anyio
 import pytest
 
-import rekindle
+import rekindle.serve
 from helpers.asgi import post, until
 from helpers.sessions import wait_until_idle
 from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
+from rekindle._src.evaluation.decisions.reading import OptionReader
+from rekindle._src.serve.bodies import IN_A_THREAD
 from rekindle._src.serve.decisions import input_text
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("large_steps")]
@@ -149,3 +151,70 @@ async def test_a_client_that_leaves_aborts_its_requests(
         left.set()
     wait_until_idle(tiny)
     assert tiny.stats().scheduler.aborted > before
+
+
+async def test_others_are_not_refused_while_many_documents_are_ranked(
+    served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens counted as waiting until the last document was ranked, and others got 429 for as long."""
+    life, runner, waiting = served.state.rekindle.life, tiny._engine.runner, list[int]()
+    dispatch = runner.dispatch
+
+    def noted(plan: Any) -> Any:
+        waiting.append(life.queued_tokens)
+        return dispatch(plan)
+
+    monkeypatch.setattr(runner, "dispatch", noted)
+    body = {"query": "Who?", "documents": [f"{number} is a text" for number in range(40)]}
+    answer = await post(served, "/v1/rerank", body)
+    assert answer.status == 200 and len(answer.json()["results"]) == 40
+    assert waiting[0] > 0 == waiting[-1]
+
+
+async def test_prompts_are_counted_with_all_that_is_in_each_of_them(served: Any) -> None:
+    """Of a question with 255 options the prompt is sent up to 255 times, and so is the instruction of a ranking."""
+    choices = [{"value": f"option {number}"} for number in range(255)]
+    asked = [{"type": "choice", "instructions": "word " * 8_000, "choices": choices}] * 2
+    answer = await post(served, "/v1/decisions", {"input": "x", "questions": asked})
+    assert (answer.status, answer.error["param"]) == (400, "questions")
+    assert "tokens of prompts, more than 4,194,304" in answer.error["message"]
+    body = {"query": "Who?", "documents": ["a"] * 1_000, "instruction": "word " * 4_000}
+    answer = await post(served, "/v1/rerank", body)
+    assert (answer.status, answer.error["param"]) == (400, "documents")
+    assert "tokens of prompts, more than 4,194,304" in answer.error["message"]
+
+
+async def test_log_probabilities_of_options_are_held_as_memory(tiny: Session) -> None:
+    served = rekindle.serve.app(tiny, request_memory=16 << 20)
+    choices = [{"value": letter * 100_000} for letter in "ab"]
+    body = {"input": "x", "questions": [{"type": "choice", "instructions": "Which?", "choices": choices}]}
+    answer = await post(served, "/v1/decisions", body)
+    assert answer.status == 413 and "8 MiB are the most of one client" in answer.error["message"]
+    assert served.state.rekindle.ledger.held == 0
+
+
+async def test_callers_take_turns_at_encoding_many_documents(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request began a thread of its own, which encoded megabytes."""
+    begun, on, prompt = list[str](), threading.Event(), OptionReader.prompt
+
+    def held(reader: OptionReader, messages: Any) -> Any:
+        if messages[-1]["content"].endswith("a first one"):
+            begun.append(messages[-1]["content"])
+            assert on.wait(60)
+        return prompt(reader, messages)
+
+    monkeypatch.setattr(OptionReader, "prompt", held)
+    turns, statuses = served.state.rekindle.turns, list[int]()
+    body = {"query": "Who?", "documents": ["a first one", *["a b"] * 20], "user": "x" * IN_A_THREAD}
+
+    async def ask(number: int) -> None:
+        statuses.append((await post(served, "/v1/rerank", body, address=f"10.0.0.{number}")).status)
+
+    async with anyio.create_task_group() as group:
+        for number in range(3):
+            group.start_soon(ask, number)
+        await until(lambda: len(begun) == 2 and bool(turns._waiting))
+        await anyio.wait_all_tasks_blocked()
+        assert len(begun) == 2
+        on.set()
+    assert len(begun) == 3 and statuses == [200] * 3

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers.bounds import Within
 from helpers.sessions import eventually, wait_until_idle
 from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
@@ -103,6 +104,30 @@ async def test_an_option_that_others_begin_with_is_its_own(session: Session) -> 
     assert left == pytest.approx([0.3, 0.15, 0.05, 0.1])
     # Rounding can't make a probability negative.
     assert reading.exclusive(options[:2], {0: math.log(0.1), 1: math.log(0.1)})[0] == reading.LEAST
+
+
+def test_what_options_begin_with_is_found_in_linear_time(within: Within) -> None:
+    """An option of 31,000 tokens held a server and all of its streams for 1.6 s, and a request may have a hundred."""
+    drawn = np.random.default_rng(0)
+    for _ in range(200):
+        options = [drawn.integers(0, 2, drawn.integers(1, 6)).astype(np.int32) for _ in range(8)]
+        texts = [tuple(ids.tolist()) for ids in options]
+        places = {text: place for place, text in enumerate(texts)}
+        begins = [[places[text[:size]] for size in range(len(text)) if text[:size] in places] for text in texts]
+        assert reading._beginnings(options) == [known[-1] if known else None for known in begins]
+    long = np.arange(1 << 18, dtype=np.int32)
+    with within(2.0):
+        assert reading.exclusive([long, long[:-1], long[1:]], {0: -1.0, 1: -0.5, 2: -9.0})[0] == -1.0
+
+
+async def test_tokens_of_an_option_come_without_likely_ones(session: Session) -> None:
+    """They took 1.7 kB each, and a question may have as many tokens of options as the context."""
+    call = session.decide(STATE, {"mood": ["a very merry day", "a sad day of rain"]})
+    await call
+    assert len(call._asking.handles) == 2
+    for handle in call._asking.handles:
+        entries = handle.completion().prompt_logprobs
+        assert entries is not None and len(entries) > 1 and not any(entry.top_ids for entry in entries)
 
 
 async def test_a_column_of_states_is_a_table(session: Session) -> None:
@@ -282,7 +307,7 @@ async def test_a_reranker_gets_the_prompt_that_it_was_trained_with() -> None:
 
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "<Instruct>: x"}]
     front: Any = Model()
-    text, is_chat = reading.OptionReader(front).prompt(messages)
+    text, is_chat = reading.OptionReader(front, bool).prompt(messages)
     assert is_chat and text == (
         f"<|im_start|>system\n{SYSTEM}<|im_end|>\n<|im_start|>user\n<Instruct>: x<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -291,7 +316,7 @@ async def test_a_reranker_gets_the_prompt_that_it_was_trained_with() -> None:
         "<think>\\n\\n</think>\\n\\n", "<think>\\n"
     )
     front.chat = ChatTemplate({"default": opened + "{%- if false %}{{- '</think>' }}{%- endif %}"})
-    assert reading.OptionReader(front).prompt(messages)[0].endswith("<think>\n</think>\n\n")
+    assert reading.OptionReader(front, bool).prompt(messages)[0].endswith("<think>\n</think>\n\n")
 
 
 async def test_results_are_shown_and_pickled(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,10 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MOST_OPTIONS": within("prompts of a request: each option is one, at most"),
         "MOST_QUESTIONS": within("prompts of a request"), "MOST_CHOICES": within("prompts of a request"),
         "MOST_LEVELS": within("prompts of a request"), "MOST_DOCUMENTS": within("prompts of a request"),
-        "MOST_TOKENS": Other("tokens of a request's prompts, 8 bytes each while they are encoded: 32 MiB"),
+        "MOST_TOKENS": Other(
+            "tokens of a request's prompts, all that is in each of them: 8 bytes each while they are encoded, 32 MiB. "
+            "Log-probabilities of options are counted as memory, 250 bytes a character"
+        ),
     },
     "serve/errors.py": {"_LONGEST_PLACE": SHOWN},
     "serve/fields.py": {"_MOST_LOGGED": SMALL},

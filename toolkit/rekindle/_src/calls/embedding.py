@@ -60,6 +60,11 @@ class Embeddings(Call[T]):
         results: list[EmbeddingResult | Completion | RekindleError] = list(await self._batch)
         return self._finish(results)
 
+    def serve(self, caller: str) -> None:
+        """Name the caller: long texts of several callers are taken in by turns."""
+        for handle in self._batch.handles:
+            handle.caller = caller
+
     def cancel(self) -> None:
         """Abort the texts that have not ended, from any thread."""
         self._batch.cancel()

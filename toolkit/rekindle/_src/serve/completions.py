@@ -213,6 +213,7 @@ async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
         for part in (inputs[:_FIRST], inputs[_FIRST:]):
             if part:
                 call = session.embed(part, **options)
+                call.serve(exchange.caller)
                 active.handles.append(call)
                 vectors += list(await call)
                 tokens += call.usage.prompt_tokens

@@ -23,7 +23,7 @@ from rekindle._src.serve.fields import (
     refused,
     whole,
 )
-from rekindle._src.serve.life import estimate
+from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.models import ServedModel
 from rekindle._src.serve.openai_fields import MOST_MESSAGES, REQUEST_ID
 
@@ -33,6 +33,7 @@ MOST_LEVELS = 10
 MOST_OPTIONS = 1_024  # of all questions of a request
 MOST_DOCUMENTS = 1_000
 MOST_TOKENS = 1 << 22  # about, of all prompts of a request: a state or a query is in each of them
+BYTES = 250  # of a token's log-probability, until the request is answered
 _TEXT = String(maximum=1 << 20)
 _PART = Shape((("type", OneOf(("input_text", "text"))), ("text", String())), ("type", "text"))
 _CONTENT = Either("a text or a list of texts", ((str, String()), (list, Items(_PART, maximum=16_384))))
@@ -100,13 +101,12 @@ async def decisions(exchange: Exchange, fields: dict[str, Any]) -> None:
     if options > MOST_OPTIONS:
         problem = f"have {options:,} options together, more than {MOST_OPTIONS:,}"
         raise wrong("questions", f"{len(asked)} of them", problem, "Send them in parts")
-    tokens = sum(options_of(entry) * estimate([state]) + estimate(texts_of(entry)) for entry in fields["questions"])
+    tokens = sum(options_of(entry) * estimate([state, *texts_of(entry)]) for entry in fields["questions"])
     check_tokens("questions", tokens)
+    exchange.account.hold(results=BYTES * sum(map(characters_of, fields["questions"])))
     with exchange.takes_on(tokens) as active:
         call = session.decide(state, asked, **_options(fields))
-        active.handles.append(call)
-        decided = await call
-        active.started()
+        decided = await _answers(exchange, active, call)
     answers = [_answer(entry, decided[str(place)]) for place, entry in enumerate(fields["questions"])]
     usage = call.usage
     counted = {
@@ -147,6 +147,23 @@ def options_of(entry: Mapping[str, Any]) -> int:
     return len(entry.get({"choice": "choices", "score": "levels"}.get(entry["type"], "")) or "yn")
 
 
+def characters_of(entry: Mapping[str, Any]) -> int:
+    """Return the number of characters of a question's options. Each may be a token with a log-probability."""
+    options = [*(entry.get("choices") or ()), *(entry.get("levels") or ())]
+    return sum(len(str(option.get("value", option.get("label")))) for option in options)
+
+
+async def _answers(exchange: Exchange, active: Active, call: Any) -> Any:
+    """Return the results of a call. Large ones are encoded when it is the caller's turn."""
+    active.handles.append(call)
+    call.serve(exchange.caller, active.started)
+    async with exchange.turn():
+        await call.encode()
+    results = await call
+    active.started()
+    return results
+
+
 def check_tokens(field: str, tokens: int) -> None:
     """Raise `ApiError` for a request with too many tokens in all of its prompts."""
     if tokens > MOST_TOKENS:
@@ -182,13 +199,11 @@ async def rerank(exchange: Exchange, fields: dict[str, Any]) -> None:
     query = fields["query"]
     documents = [one if isinstance(one, str) else one["text"] for one in fields.pop("documents")]
     options = {name: fields[name] for name in ("top_n", "instruction") if name in fields}
-    tokens = estimate(documents) + len(documents) * estimate([query])
+    tokens = estimate(documents) + len(documents) * estimate([query, fields.get("instruction", "")])
     check_tokens("documents", tokens)
     with exchange.takes_on(tokens) as active:
         call = session.rerank(query, documents, **options, **_options(fields))
-        active.handles.append(call)
-        ranking = await call
-        active.started()
+        ranking = await _answers(exchange, active, call)
     shown = fields.get("return_documents", True)
     results = [
         {

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import anyio
@@ -251,10 +251,18 @@ class Exchange:
         self._waited = None
         self._wait.close()
 
+    @property
+    def small(self) -> bool:
+        """True if the loop may read the body's values itself."""
+        return self.size < IN_A_THREAD and self.values < VALUES_IN_A_THREAD
+
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Return the caller's turn at work for large requests; a small one needs none."""
+        return nullcontext() if self.small else self.service.turns.turn(self.caller)
+
     async def run(self, work: Callable[[], T]) -> T:
         """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""
-        small = self.size < IN_A_THREAD and self.values < VALUES_IN_A_THREAD
-        return work() if small else await self.run_in_turn(work)
+        return work() if self.small else await self.run_in_turn(work)
 
     async def run_in_turn(self, work: Callable[[], T]) -> T:
         """Return `work()`, run in a thread. It does not run if the client leaves before its turn."""

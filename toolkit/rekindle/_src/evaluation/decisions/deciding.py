@@ -33,7 +33,8 @@ from rekindle.errors import InvalidRequest, RequestAborted
 
 T = TypeVar("T")
 Kept = dict[tuple[Any, ...], Calibration]  # by the key of a question, of one session
-_LIKELY = MAX_LOGPROBS  # tokens that a request reports at its place
+_LIKELY = MAX_LOGPROBS  # tokens that a request for several options reports at its place
+_FEW = 16  # requests; of more, the first one runs alone where a server wants to know that they have begun
 
 
 class Deciding(Call[T]):
@@ -45,6 +46,14 @@ class Deciding(Call[T]):
 
     async def _result(self) -> T:
         return self._finish(await self._asking.answers())
+
+    def serve(self, caller: str, begun: Callable[[], object]) -> None:
+        """Name the caller. `begun` is called after the first of many requests, on the event loop that awaits this."""
+        self._asking.caller, self._asking.begun = caller, begun
+
+    async def encode(self) -> None:
+        """Encode the prompts now, in a thread of their own. Without this call it is done when they are sent."""
+        await self._asking.encode()
 
     def cancel(self) -> None:
         """Abort the requests that have not ended, from any thread."""
@@ -113,9 +122,12 @@ class Asking:
     ) -> None:
         host.check()
         self._session, self._host, self._front, self._questions = session, host, front, questions
-        self._sampling = Sampling(max_tokens=0, prompt_logprobs=_LIKELY, **sampling)
+        self._sampling = Sampling(max_tokens=0, prompt_logprobs=0, **sampling)
+        self._asked: list[_OpenQuestion] | None = None
         self._answers: list[OptionScores] | None = None
         self.cancelled: bool = False
+        self.caller: str = ""
+        self.begun: Callable[[], object] | None = None
         self.handles: list[Handle[Completion]] = []
 
     @property
@@ -129,13 +141,19 @@ class Asking:
         for handle in self.handles:
             handle.cancel()
 
+    async def encode(self) -> list[_OpenQuestion]:
+        """Return the questions with their tokens."""
+        if self._asked is None:
+            self._asked = await apart(self._encode)
+        return self._asked
+
     async def answers(self) -> list[OptionScores]:
         """Return the scores of each question's options."""
         if self._answers is None:
             if self.cancelled:
                 raise RequestAborted("the questions were cancelled, or one of them failed")
             try:
-                asked = await apart(self._encode)
+                asked = await self.encode()
                 await self._run([(one, read) for one in asked for read in first_reads(one.encoded)])
                 await self._run([(one, read) for one in asked for read in later_reads(one.encoded, one.logprobs)])
             except BaseException:
@@ -145,13 +163,16 @@ class Asking:
         return self._answers
 
     def _encode(self) -> list[_OpenQuestion]:
-        reader, asked = OptionReader(self._front), []
+        reader, asked = OptionReader(self._front, self._check), []
         for messages, options in self._questions:
-            if self.cancelled:
-                raise RequestAborted("the questions were cancelled")
+            self._check()
             prompt, is_chat = reader.prompt(messages)
             asked.append(_OpenQuestion(reader.tokens(prompt, options, is_chat=is_chat)))
         return asked
+
+    def _check(self) -> None:
+        if self.cancelled:
+            raise RequestAborted("the questions were cancelled")
 
     async def _run(self, reads: list[tuple[_OpenQuestion, OptionRead]]) -> None:
         """Run requests, and add the log-probabilities to their questions."""
@@ -161,13 +182,20 @@ class Asking:
         batch = Batch(handles, progress=texts_shown(self._front))
         if self.cancelled:
             batch.cancel()
+        if self.begun is not None and len(handles) > _FEW:
+            await Batch(handles[:1], keep_errors=True)
+            self.begun()
         for (one, read), done in zip(reads, await batch, strict=True):
             one.results.append(done)
             one.logprobs.update(found(one.encoded, read, done))
 
     def _handle(self, one: _OpenQuestion, read: OptionRead) -> Handle[Completion]:
-        sampling = dataclasses.replace(self._sampling, logprob_start=len(one.encoded.before))
-        return Handle(self._host, self._session, Prompt(None, read.tokens), sampling)
+        # With 20 likely tokens an entry takes 1.7 kB, without them 0.15: they are for requests that look among them.
+        likely = _LIKELY if len(read.options) > 1 else 0
+        sampling = dataclasses.replace(self._sampling, prompt_logprobs=likely, logprob_start=len(one.encoded.before))
+        handle = Handle[Completion](self._host, self._session, Prompt(None, read.tokens), sampling)
+        handle.caller = self.caller
+        return handle
 
 
 def asks_of(texts: Sequence[str], questions: Sequence[Question], instructions: str | None) -> Iterator[QuestionPrompt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +27,13 @@ class OptionTokens(NamedTuple):
 
 
 class OptionReader:
-    """Makes prompts and their options' tokens for one call. Options' tokens are kept from row to row."""
+    """Makes prompts and their options' tokens for one call. Options' tokens are kept from row to row.
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    `check` is called before each text is encoded, and raises an error if nobody waits for the tokens any longer.
+    """
+
+    def __init__(self, front: Front, check: Callable[[], object]) -> None:
+        self._front, self._check = front, check
         self._kept: dict[tuple[tuple[int, ...], tuple[str, ...]], list[IntArray] | None] = {}
         self._special: dict[int, bool] = {}
 
@@ -50,7 +53,7 @@ class OptionReader:
     def tokens(self, text: str, options: Sequence[str], *, is_chat: bool) -> OptionTokens:
         """Encode a prompt, and each option as the model would write it after this prompt."""
         check_characters(text, self._front)
-        encode = self._front.tokenizer.encode
+        encode = self._encode
         before = np.asarray(encode(text, add_special_tokens=not is_chat), np.int32)
         texts = tuple(options) if is_chat else tuple(f" {option}" for option in options)
         tail = self._tail(before)
@@ -62,6 +65,10 @@ class OptionReader:
             if kept is not None:
                 return OptionTokens(before, kept)
         return self._whole(text, before, texts, is_chat)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Sequence[int]:
+        self._check()
+        return self._front.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _tail(self, ids: IntArray) -> IntArray | None:
         """Return the tokens after the last special one, at which texts are cut; None if there is none near the end."""
@@ -82,7 +89,7 @@ class OptionReader:
         text = tokenizer.decode(tail.tolist(), False) if len(tail) else ""
         found: list[IntArray] = []
         for option in texts:
-            ids = np.asarray(tokenizer.encode(text + option, add_special_tokens=False), np.int32)
+            ids = np.asarray(self._encode(text + option, add_special_tokens=False), np.int32)
             if len(ids) <= len(tail) or not np.array_equal(ids[: len(tail)], tail):
                 return None
             found.append(ids[len(tail) :])
@@ -90,7 +97,7 @@ class OptionReader:
 
     def _whole(self, text: str, before: IntArray, texts: tuple[str, ...], is_chat: bool) -> OptionTokens:
         """Encode each option together with the whole prompt. It may change the last tokens of the prompt."""
-        encode = self._front.tokenizer.encode
+        encode = self._encode
         wholes = [np.asarray(encode(text + option, add_special_tokens=not is_chat), np.int32) for option in texts]
         start = len(before)
         for ids in wholes:
@@ -148,11 +155,8 @@ def exclusive(options: Sequence[IntArray], logprobs: Mapping[int, float]) -> lis
 
     Of an option that others begin with, such as "bug" beside "bug report", the probability of those is taken off.
     """
-    texts = [tuple(ids.tolist()) for ids in options]
-    places = {ids: place for place, ids in enumerate(texts)}
-    taken = [0.0] * len(texts)
-    for place, ids in enumerate(texts):
-        shorter = next((places[ids[:size]] for size in range(len(ids) - 1, 0, -1) if ids[:size] in places), None)
+    taken = [0.0] * len(options)
+    for place, shorter in enumerate(_beginnings(options)):
         if shorter is not None:
             taken[shorter] += math.exp(logprobs[place])
     left = []
@@ -160,3 +164,18 @@ def exclusive(options: Sequence[IntArray], logprobs: Mapping[int, float]) -> lis
         rest = math.exp(logprobs[place]) - longer
         left.append(max(LEAST, logprobs[place] if not longer else math.log(rest) if rest > 0.0 else LEAST))
     return left
+
+
+def _beginnings(options: Sequence[IntArray]) -> list[int | None]:
+    """Return for each option the place of the longest other one that it begins with, in a time that grows with their
+    lengths.
+    """
+    texts = [np.asarray(ids, ">i4").tobytes() for ids in options]  # they sort as their tokens do
+    found: list[int | None] = [None] * len(texts)
+    open_: list[int] = []  # the next option may begin with these, of which each begins with the one before
+    for place in sorted(range(len(texts)), key=texts.__getitem__):
+        while open_ and not (len(texts[open_[-1]]) < len(texts[place]) and texts[place].startswith(texts[open_[-1]])):
+            open_.pop()
+        found[place] = open_[-1] if open_ else None
+        open_.append(place)
+    return found
