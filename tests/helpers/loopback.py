@@ -47,7 +47,11 @@ class Counts:
     statuses: collections.Counter[int] = dataclasses.field(default_factory=collections.Counter)
     open: int = 0
     most_open: int = 0
-    longest_gap: float = 0.0  # seconds between two events of a stream
+    gaps: list[float] = dataclasses.field(default_factory=list)  # seconds, the longest of each stream that finished
+
+    @property
+    def longest_gap(self) -> float:
+        return max(self.gaps, default=0.0)
 
 
 async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | None = None) -> bool:
@@ -75,7 +79,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
                 raise Wrong(f"status {status}: {answer[:300]!r}")
             return False
         text, reason, events, done = "", None, 0, False
-        last = time.monotonic()
+        last, gap = time.monotonic(), 0.0
         while True:
             try:
                 line = await reader.readline()
@@ -88,7 +92,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
             events += 1
             now = time.monotonic()
             if events > 1:
-                counts.longest_gap = max(counts.longest_gap, now - last)
+                gap = max(gap, now - last)
             last = now
             if events == leave_after:
                 counts.left += 1
@@ -107,6 +111,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
         if (text, reason) != (case.text, case.finish_reason):
             raise Wrong(f"{case.body}: {text!r} ({reason}), in process {case.text!r} ({case.finish_reason})")
         counts.finished += 1
+        counts.gaps.append(gap)
         return True
     finally:
         counts.open -= 1
