@@ -70,6 +70,21 @@ async def test_the_prompt_is_the_chat_without_its_oldest_turns(session: Session)
 
 
 @anyio_test
+@pytest.mark.parametrize("by_function", [False, True])
+async def test_a_message_that_comes_again_is_left_out_where_it_left(session: Session, by_function: bool) -> None:
+    """One object is the answer of each turn, of the pinned one and of the last one, too."""
+    again, count = {"role": "assistant", "content": "A reply that comes again"}, 40
+    said = [({"role": "user", "content": f"question {number}"}, again) for number in range(count)]
+    messages: list[dict[str, Any]] = [SYSTEM, *(one for turn in said for one in turn)]
+    if not by_function:
+        messages[1]["pinned"] = True
+    overflow = (lambda chat: chat.without(37)) if by_function else "drop"
+    left_out = (await session.chat(messages, overflow=overflow, max_tokens=8, ignore_eos=True)).left_out
+    assert left_out is not None and left_out.messages == 2 * left_out.turns > 0
+    assert left_out.first == (1 if by_function else 3) and left_out.turns == (37 if by_function else left_out.turns)
+
+
+@anyio_test
 async def test_a_chat_with_room_is_as_it_was(session: Session) -> None:
     messages = long_chat(2)
     plain = await session.chat(messages, max_tokens=8)

@@ -16,6 +16,8 @@ from rekindle._src.capabilities.overflow.turns import (
     ChatCuts,
     Messages,
     cuts_of,
+    leaving,
+    missing,
     search,
     size_of,
     turns_of,
@@ -194,7 +196,8 @@ class OverflowFit(PromptFit):
 
     async def _without(self, cut: int) -> Submission:
         """Return the submission without its oldest turns."""
-        return self._submission if not cut else await self._with(without_turns(self._rule.messages, cut))
+        messages = self._rule.messages
+        return await self._with(without_turns(messages, cut), leaving(messages, cut)) if cut else self._submission
 
     async def _called(self, function: Callable[[OverfullChat], object]) -> Submission:
         messages = self._rule.messages
@@ -206,14 +209,12 @@ class OverflowFit(PromptFit):
             fix = "Return a list of messages, such as chat.without(4); a plain function does, not an async one"
             raise InvalidRequest("overflow", kept, "is what the function returned, and no messages", fix)
         self._last = True
-        return await self._with(kept)
+        return await self._with(kept, missing(messages, kept))
 
-    async def _with(self, kept: Messages) -> Submission:
-        """Return the submission with the messages that stay."""
+    async def _with(self, kept: Messages, gone: set[int]) -> Submission:
+        """Return the submission with the messages that stay; `gone` are the places of the others."""
         source = await anyio.to_thread.run_sync(self._rule.prompt, kept)
-        stay = {id(message) for message in kept}
-        gone = [at for at, message in enumerate(self._rule.messages) if id(message) not in stay]
-        turns = sum(map(set(gone).issuperset, turns_of(self._rule.messages)))
-        left_out = LeftOut(turns, len(gone), gone[0] if gone else 0, self._context)
+        turns = sum(map(gone.issuperset, turns_of(self._rule.messages)))
+        left_out = LeftOut(turns, len(gone), min(gone, default=0), self._context)
         extensions = source.extensions.plus(left_out) if gone else source.extensions
         return self._submission._replace(render=source.render, extensions=extensions, messages=kept)

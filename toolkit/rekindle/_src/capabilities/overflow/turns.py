@@ -9,6 +9,7 @@ place depends on the messages alone, so that a repeated, forwarded or restored c
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,15 +35,35 @@ def stays(messages: Messages, turn: range) -> bool:
     return any(messages[at].get(PINNED) for at in turn)
 
 
-def without_turns(messages: Messages, cut: int) -> list[Mapping[str, Any]]:
-    """Return the messages without their first `cut` turns; pinned turns and system messages stay."""
-    leaving = {
+def leaving(messages: Messages, cut: int) -> set[int]:
+    """Return the places of the messages that leave with the first `cut` turns, which are not pinned or the system's."""
+    return {
         at
         for turn in turns_of(messages)[:cut]
         for at in ([] if stays(messages, turn) else turn)
         if messages[at].get("role") not in SYSTEM
     }
-    return [message for at, message in enumerate(messages) if at not in leaving]
+
+
+def without_turns(messages: Messages, cut: int) -> list[Mapping[str, Any]]:
+    """Return the messages without their first `cut` turns; pinned turns and system messages stay."""
+    gone = leaving(messages, cut)
+    return [message for at, message in enumerate(messages) if at not in gone]
+
+
+def missing(messages: Messages, kept: Messages) -> set[int]:
+    """Return the places of the messages that are not among `kept`.
+
+    Where a chat has the same object several times, and fewer of them are kept, the oldest are missing.
+    """
+    rest = Counter(map(id, kept))
+    gone: set[int] = set()
+    for at in range(len(messages) - 1, -1, -1):
+        if rest[id(messages[at])] > 0:
+            rest[id(messages[at])] -= 1
+        else:
+            gone.add(at)
+    return gone
 
 
 def unpinned(messages: Messages) -> Messages:
