@@ -120,6 +120,22 @@ HOSTILE = {
     "nothing": (gguf_files.raw(entries=[entry("w", (0, 32), 0, 0)]), r"w: its shape \[0, 32\]"),
     "half a block": (gguf_files.raw(entries=[entry("w", (2, 48), 8, 0)]), r"w: its shape \[2, 48\].*\(Q8_0\)"),
     "unknown type": (gguf_files.raw(entries=[entry("w", (2, 256), 77, 0)]), r"w is stored as type 77, which"),
+    "a fork's type without its name": (
+        gguf_files.raw(entries=[entry("w", (2, 256), 142, 0)]), r"w is stored as type 142, which is unknown"
+    ),
+    "a fork's type by its keys": (
+        gguf_files.raw(
+            pairs=[pair("prism.hadamard.block_size", U32, struct.pack("<I", 1024))],
+            entries=[entry("w", (2, 256), 143, 0)],
+        ),
+        r"w is stored as PTQ1_0 \(of Prism ML's llama\.cpp\), which is not read",
+    ),
+    "a fork's type by the model's name": (
+        gguf_files.raw(
+            pairs=[pair("general.name", STRING, text("Ternary Bonsai 8B"))], entries=[entry("w", (2, 256), 142, 0)]
+        ),
+        r"w is stored as PQ2_0 \(of Prism ML's llama\.cpp\), which is not read",
+    ),
     "type not read": (gguf_files.raw(entries=[entry("w", (2, 256), 9, 0)]), r"w is stored as Q8_1, which.*IQ2_XXS"),
     "outside": (gguf_files.raw(entries=ONE, data=bytes(100)), r"blk\.0\.attn_q\.weight: Q8_0 \[4, 32\] ends at"),
     "far outside": (gguf_files.raw(entries=[entry("w", (4, 32), 8, 1 << 62)], data=bytes(200)), r"w: Q8_0"),

@@ -92,6 +92,9 @@ NUMBERS = {kind.name: number for number, kind in TYPES.items()}
 BY_NAME = {kind.name: kind for kind in TYPES.values()}
 # Types of rows that products are made with, so that an error can name them: no file has tensors of these.
 UNREAD = {9: "Q8_1", 15: "Q8_K"}
+# Of Prism ML's fork of llama.cpp, for Bonsai: weights that it rotates as it computes.
+PRISM_TYPES = {142: "PQ2_0 (of Prism ML's llama.cpp)", 143: "PTQ1_0 (of Prism ML's llama.cpp)"}
+PRISM_NAMES = ("bonsai", "pq2_0", "ptq1_0")  # in the name of a file, or of its model
 WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 Blocks = NDArray[np.void]
 Values = NDArray[np.float32]

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core.memory import give_back
 from rekindle._src.core.plain_files import open_plain
-from rekindle._src.models.loading.gguf.blocks import TYPES, UNREAD, BlockType
+from rekindle._src.models.loading.gguf.blocks import PRISM_NAMES, PRISM_TYPES, TYPES, UNREAD, BlockType
 from rekindle._src.models.loading.gguf.files import MAGIC
 from rekindle.errors import CheckpointError
 
@@ -416,7 +416,8 @@ def _read(path: Path, most: int, outline: bool, version: tuple[int, ...]) -> Ggu
         alignment = metadata.integer("general.alignment", ALIGNMENT)
         if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two. Download it again.")
-        table = [_tensor(cursor, number) for number in range(tensors)]
+        known = UNREAD | fork_types(path.name, metadata)
+        table = [_tensor(cursor, number, known) for number in range(tensors)]
         nbytes, digest = cursor.position, b"" if outline else cursor.digest()
         start = -(-cursor.position // alignment) * alignment
         placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in table)
@@ -447,8 +448,22 @@ def _begin(cursor: Cursor) -> tuple[int, int]:
     return tensors, keys
 
 
-def _tensor(cursor: Cursor, number: int) -> GgufTensor:
-    """Read one entry of the table; its offset is still counted from the beginning of the tensors."""
+def fork_types(file_name: str, metadata: Metadata) -> dict[int, str]:
+    """Return the types that a file has from a fork of llama.cpp, by its own keys or names.
+
+    Forks give the same numbers to types of their own, so that a number alone says nothing.
+    """
+    value = metadata.get("general.name")
+    name = f"{file_name} {value if isinstance(value, str) else ''}"[:MAX_NAME].casefold()
+    is_prism = any(key.startswith("prism.") for key in metadata) or any(one in name for one in PRISM_NAMES)
+    return PRISM_TYPES if is_prism else {}
+
+
+def _tensor(cursor: Cursor, number: int, known_types: Mapping[int, str]) -> GgufTensor:
+    """Read one entry of the table; its offset is still counted from the beginning of the tensors.
+
+    `known_types` are the names of types that are not read.
+    """
     cursor.reading = f"the name of tensor {number + 1:,}"
     name = cursor.text(MAX_NAME)
     cursor.reading = name
@@ -459,7 +474,7 @@ def _tensor(cursor: Cursor, number: int) -> GgufTensor:
     shape = tuple(reversed(stored))
     kind = TYPES.get(kind_number)
     if kind is None:
-        known = UNREAD.get(kind_number)
+        known = known_types.get(kind_number)
         raise CheckpointError(
             f"{cursor.path}: {name} is stored as {known or f'type {kind_number}'}, which is "
             f"{'not read' if known else 'unknown'}. Read are {', '.join(sorted(kind.name for kind in TYPES.values()))}."
