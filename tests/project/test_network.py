@@ -40,4 +40,5 @@ def test_nothing_else_uses_the_network() -> None:
         "replicas/on_ray.py",  # rekindle.fleet
         "core/shared_cache.py",  # an object store
         "serve/fetching.py",  # --allow-urls
+        "integrations/mcp/transports.py",  # rekindle.mcp_tools
     }

@@ -46,6 +46,7 @@ from rekindle.errors import (
     SnapshotRefused,
     StepFailed,
     StoreError,
+    ToolServerError,
     UnsupportedModel,
 )
 
@@ -87,6 +88,8 @@ if TYPE_CHECKING:
     from rekindle._src.evaluation.decisions.results import Calibrations, Decision, Decisions, DecisionTable
     from rekindle._src.evaluation.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.evaluation.scoring import Score, Scores, ScoreTable, Scoring
+    from rekindle._src.integrations.mcp.consent import ToolServerOffer
+    from rekindle._src.integrations.mcp.tools import ToolServerTools, mcp_tools
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.kvcache.sharing import SharedPages
     from rekindle._src.kvcache.writer import SaveReport
@@ -140,6 +143,8 @@ _LAZY = {
         "evaluation.attribution": ("Attribution",),
         "evaluation.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "evaluation.scoring": ("Score", "ScoreTable", "Scores", "Scoring"),
+        "integrations.mcp.consent": ("ToolServerOffer",),
+        "integrations.mcp.tools": ("ToolServerTools", "mcp_tools"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
         "kvcache.sharing": ("SharedPages",),
         "kvcache.writer": ("SaveReport",),
@@ -183,9 +188,10 @@ __all__ = [
     "ShelfModel", "ShelfModelStats", "ShelfStats", "SleepReport", "SnapshotInfo", "SnapshotRefused", "SoftPrompt",
     "Status", "Steer", "StepFailed", "StepReport", "StoreError", "Stream", "SyncStream", "Tap", "TapContext",
     "TextDelta", "Timings", "TokenLogprobs", "ToolCall", "ToolCallArguments", "ToolCallDropped", "ToolCallStarted",
-    "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "Tuning", "TuningProbe", "TuningReport", "TuningStep", "Turn",
-    "UnsupportedModel", "Usage", "__version__", "errors", "fleet", "local_models", "logit_difference", "logprob",
-    "models", "open", "open_sync", "ray", "serve", "shelf", "tiny",
+    "ToolChoice", "ToolLike", "ToolLoop", "ToolRun", "ToolServerError", "ToolServerOffer", "ToolServerTools", "Tuning",
+    "TuningProbe", "TuningReport", "TuningStep", "Turn", "UnsupportedModel", "Usage", "__version__", "errors", "fleet",
+    "local_models", "logit_difference", "logprob", "mcp_tools", "models", "open", "open_sync", "ray", "serve", "shelf",
+    "tiny",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@
     │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
     │       └── RequestQuarantined         apparently because of it: it is sent to no other replica
+    ├── ToolServerError                    a tool server, or one of its tools, failed or was declined
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
     ├── NotPicklable(TypeError)            a session or an object of it was pickled or copied
     ├── SessionForked                      used or opened in a forked child of a process with a session
@@ -215,6 +216,21 @@ class ReplicaLost(RequestFailed):
 
 class RequestQuarantined(ReplicaLost):
     """Replicas of a fleet died one after another, apparently of the request, so it is sent to no other."""
+
+
+class ToolServerError(RekindleError):
+    """A Model Context Protocol server failed: `tool` names its tool, or is None if it was not about one."""
+
+    def __init__(self, server: str, tool: str | None, problem: str, fix: str) -> None:
+        self.server: str = server
+        self.tool: str | None = tool
+        self.problem: str = problem
+        self.fix: str = fix
+        subject = f"the tool server {server}" if tool is None else f"the tool {tool} of the server {server}"
+        super().__init__(f"{subject} {problem}. {fix}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.server, self.tool, self.problem, self.fix)
 
 
 class SessionClosed(RekindleError):

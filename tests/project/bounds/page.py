@@ -11,7 +11,12 @@ from project.bounds.records import Bound
 from project.bounds.table import SECTIONS
 
 PATH = Path(__file__).parents[3] / ".github/docs/pages/bounds.md"
-WHO = {"a stranger": "clients", "an author": "authors of models", "a peer": "processes with the secret"}
+WHO = {
+    "a stranger": "clients",
+    "an author": "authors of models",
+    "a peer": "processes with the secret",
+    "a server": "tool servers",
+}
 HEAD = """\
 # Bounds
 

@@ -18,7 +18,7 @@ class Bound(NamedTuple):
     """A bound, and the promise that it keeps."""
 
     constants: str  # module: their names, with commas
-    writer: Literal["a stranger", "an author", "a peer"]  # of what is counted: clients, authors of models, processes
+    writer: Literal["a stranger", "an author", "a peer", "a server"]  # of what is counted, as `page.WHO` says
     counts: str
     most: float  # units that the bound lets in
     unit: str  # the dearest one
@@ -51,8 +51,9 @@ OURS = Other("of what we or the user's code write")
 TIME = Other("a time, or a number of attempts: what is bounded is the waiting itself")
 MACHINE = Other("of a model's size: what it costs is compared with the machine's memory before")
 
-STRANGER, AUTHOR, PEER = (
+STRANGER, AUTHOR, PEER, SERVER = (
     partial(Bound, writer="a stranger"),
     partial(Bound, writer="an author"),
     partial(Bound, writer="a peer"),
+    partial(Bound, writer="a server"),
 )

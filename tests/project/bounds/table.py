@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from project.bounds import adapters, loading, ours, pages, pictures, requests, serve, text
+from project.bounds import adapters, loading, ours, pages, pictures, requests, serve, text, tools
 from project.bounds.records import Bound, Other
 
 _MODULES = {
@@ -13,6 +13,7 @@ _MODULES = {
     "Pages and processes": pages,
     "Pictures": pictures,
     "Adapters": adapters,
+    "Tool servers": tools,
     "": ours,
 }
 SECTIONS: dict[str, list[Bound]] = {title: module.BOUNDS for title, module in _MODULES.items()}

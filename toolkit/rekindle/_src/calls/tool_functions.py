@@ -70,9 +70,14 @@ def _schema_tool(schema: Mapping[str, Any]) -> Tool:
 
 
 def function_tool(function: Any) -> Tool:
-    """Make a tool of a function: its name, its docstring and the types of its parameters."""
+    """Make a tool of a function: its name, its docstring and the types of its parameters.
+
+    A function with a `tool_schema` is described by that.
+    """
     if not callable(function):
         raise InvalidRequest("tools", function, "is neither a function nor a dict", "Pass functions or JSON schemas")
+    if isinstance(schema := getattr(function, "tool_schema", None), Mapping):
+        return dataclasses.replace(_schema_tool(schema), function=function)
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func

@@ -1,1 +1,1 @@
-"""Sessions in other libraries: trainers and evaluations. Each module needs its library, and a public one opens it."""
+"""Sessions in trainers and evaluations, and tools of servers. Each needs a library, and a public name opens it."""

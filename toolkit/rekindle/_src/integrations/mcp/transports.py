@@ -1,0 +1,306 @@
+"""The ways to a tool server, a program, a URL or an object of this process, and the bounds on its messages.
+
+The protocol's own transports read a program's line, or the body of a response, whatever its length. Here a line and a
+body are bounded in bytes, and a message in values, before the library makes objects of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
+
+import anyio
+import anyio.abc
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from rekindle._src.core.names import printable
+from rekindle._src.integrations.mcp.limits import LAST_WORDS, MOST_MESSAGE, problem_of, said
+from rekindle.errors import InvalidRequest, MissingExtra
+
+try:
+    import httpx2
+    from mcp.client import Transport
+    from mcp.client.stdio import get_default_environment
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.server import MCPServer, Server
+    from mcp.shared.message import SessionMessage
+    from mcp.types import ErrorData, JSONRPCError, JSONRPCResponse
+    from mcp.types.jsonrpc import jsonrpc_message_adapter
+except ImportError as error:
+    raise MissingExtra("mcp", "mcp") from error
+
+ServerLike = str | Sequence[str] | Mapping[str, Any] | MCPServer | Server[Any] | Transport
+log = logging.getLogger("rekindle.tools")
+GRACE = 2.0  # seconds in which a program may end by itself, and then after SIGTERM
+FIX = 'Pass a URL, ["program", "argument", …], {"command": …, "args": …}, or an MCPServer'
+_OF_PROGRAM, _OF_URL = {"command", "args", "env", "cwd"}, {"url", "headers"}
+TOO_LARGE = 4_130  # the code of an answer that is not passed on
+Messages = Any  # a stream of the protocol's library
+
+
+class ServerTarget(NamedTuple):
+    """A server to connect to."""
+
+    shown: str  # as its user is shown it: no secrets, no unprintable characters
+    opened: Callable[[float], Any]  # makes what the protocol's client takes, for a timeout in seconds
+    words: Callable[[], str] = str  # how a program or connection ended, in words, once it did
+
+
+def target_of(server: object) -> ServerTarget:
+    """Return the server that an argument names. Raise `InvalidRequest` for anything else."""
+    match server:
+        case str():
+            return _url(server, {})
+        case Mapping():
+            return _configured(server)
+        case MCPServer() | Server():
+            return ServerTarget(f"{printable(str(server.name))}, in this process", lambda _: server)
+        case list() | tuple() if server:
+            return _program(server, None, None)
+        case AbstractAsyncContextManager():
+            return ServerTarget(printable(repr(server)), lambda _: _checked(server))
+    raise InvalidRequest("server", server, "is no tool server", FIX)
+
+
+def _configured(server: Mapping[str, Any]) -> ServerTarget:
+    """Return the target of an entry such as `{"command": "uvx", "args": ["mcp-server-time"]}`."""
+    known = _OF_URL if "url" in server else _OF_PROGRAM
+    if unknown := [key for key in server if key not in known and key != "type"]:
+        raise InvalidRequest("server", unknown[0], "is no entry of a tool server", f"Use {', '.join(sorted(known))}")
+    if "url" in server:
+        return _url(server["url"], _texts("headers", server.get("headers") or {}))
+    args = server.get("args") or []
+    if not isinstance(args, list | tuple):
+        raise InvalidRequest("server.args", args, "must be a list of texts", 'Pass "args": ["argument", …]')
+    return _program([server.get("command"), *args], server.get("env"), server.get("cwd"))
+
+
+def _texts(field: str, values: object) -> dict[str, str]:
+    if not isinstance(values, Mapping) or not all(isinstance(one, str) for pair in values.items() for one in pair):
+        raise InvalidRequest(f"server.{field}", "…", "must map texts to texts", f'Pass "{field}": {{"NAME": "value"}}')
+    return dict(values)
+
+
+def _url(url: object, headers: Mapping[str, str]) -> ServerTarget:
+    try:
+        parts = urlsplit(url if isinstance(url, str) else "")
+        port = parts.port
+    except ValueError:
+        raise InvalidRequest("server", "…", "is no URL", FIX) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InvalidRequest("server", url, "is no http:// or https:// URL", FIX)
+    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
+    place = host if port is None else f"{host}:{port}"
+    shown = urlunsplit((parts.scheme, place, parts.path, "", ""))  # users, passwords and keys are left out
+    return ServerTarget(printable(shown), lambda timeout: _over_http(str(url), headers, timeout))
+
+
+def _program(command: Sequence[Any], env: object, cwd: object) -> ServerTarget:
+    if not all(isinstance(one, str) and one and "\0" not in one for one in command):
+        raise InvalidRequest("server", list(command), "is no command", 'Pass ["program", "argument", …]')
+    if cwd is not None and not isinstance(cwd, str | os.PathLike):
+        raise InvalidRequest("server.cwd", cwd, "is no folder", "Pass a path")
+    program = Program(command, _texts("env", env or {}), None if cwd is None else os.fspath(cwd))
+    return ServerTarget(printable(" ".join(command)), lambda _: _checked(program.opened()), program.words)
+
+
+class Program:
+    """A program that speaks the protocol on its standard input and output."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: str | None) -> None:
+        self._command, self._env, self._cwd = list(command), env, cwd
+        self._problem = ""
+        self._last = bytearray()  # of its standard error
+
+    def words(self) -> str:
+        """Say how it ended, and its last words."""
+        last = said(self._last.decode(errors="replace"))
+        return self._problem or (f"ended, and wrote: {last}" if last else "")
+
+    @asynccontextmanager
+    async def opened(self) -> AsyncIterator[tuple[Messages, Messages]]:
+        """Start the program; end it at the end of the block, with its own children."""
+        env = get_default_environment() | self._env
+        path = shutil.which(self._command[0], path=env.get("PATH"))  # a program of Windows may end in .cmd
+        command = [path or self._command[0], *self._command[1:]]
+        process = await anyio.open_process(command, env=env, cwd=self._cwd, start_new_session=os.name == "posix")
+        silent = anyio.Event()
+        to_client, received = anyio.create_memory_object_stream[Any](0)
+        sent, to_program = anyio.create_memory_object_stream[Any](0)
+        async with anyio.create_task_group() as tasks, to_client, received, sent, to_program:
+            tasks.start_soon(self._hear, process, silent)
+            tasks.start_soon(self._read, process, to_client, silent)
+            tasks.start_soon(self._write, process, to_program, to_client)
+            try:
+                yield received, sent
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await _end(process)
+                tasks.cancel_scope.cancel()
+
+    async def _read(self, process: anyio.abc.Process, to_client: Messages, silent: anyio.Event) -> None:
+        assert process.stdout is not None, "it is a pipe"
+        lines = BufferedByteReceiveStream(process.stdout)
+        async with to_client:
+            with contextlib.suppress(*_ENDS):
+                while True:
+                    try:
+                        line = await lines.receive_until(b"\n", MOST_MESSAGE)
+                    except anyio.DelimiterNotFound:
+                        self._problem = f"sent a line of more than {MOST_MESSAGE / 2**20:.0f} MiB"
+                        break
+                    try:
+                        message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+                    except ValueError:
+                        log.debug("a tool server wrote a line that is no message: %s", said(line[:MOST_MESSAGE]))
+                        continue
+                    await to_client.send(message)
+            with anyio.move_on_after(GRACE):  # the reason may still be on its way
+                await silent.wait()
+
+    async def _write(self, process: anyio.abc.Process, to_program: Messages, to_client: Messages) -> None:
+        assert process.stdin is not None, "it is a pipe"
+        with contextlib.suppress(*_ENDS):
+            async for message in to_program:
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                await process.stdin.send(f"{text}\n".encode())
+            return
+        await to_client.aclose()  # a request waits for no answer that can't come
+
+    async def _hear(self, process: anyio.abc.Process, silent: anyio.Event) -> None:
+        assert process.stderr is not None, "it is a pipe"
+        with contextlib.suppress(*_ENDS):
+            while True:
+                self._last += await process.stderr.receive()
+                del self._last[:-LAST_WORDS]
+        silent.set()
+
+
+_ENDS = (anyio.EndOfStream, anyio.IncompleteRead, anyio.ClosedResourceError, anyio.BrokenResourceError, OSError)
+
+
+async def _end(process: anyio.abc.Process) -> None:
+    """End a program: close its input, wait, ask it, wait, and kill it with all that it has started."""
+    assert process.stdin is not None, "it is a pipe"
+    with contextlib.suppress(*_ENDS):
+        await process.stdin.aclose()
+    for name in ("", "SIGTERM", "SIGKILL"):
+        if name:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.name == "posix":
+                    os.killpg(process.pid, getattr(signal, name))
+                else:
+                    process.kill()
+        with anyio.move_on_after(GRACE):
+            while process.returncode is None:  # noqa: ASYNC110 (`wait` waits for the pipes of its children, too)
+                await anyio.sleep(0.01)
+            break
+    if os.name == "posix":
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)  # programs that it has started, and left
+    for pipe in filter(None, (process.stdout, process.stderr)):
+        with contextlib.suppress(*_ENDS):
+            await pipe.aclose()
+    transport = getattr(getattr(process, "_process", None), "_transport", None)  # asyncio's, which has no other end
+    if transport is not None:
+        with contextlib.suppress(PermissionError):
+            transport.close()
+
+
+@asynccontextmanager
+async def _over_http(url: str, headers: Mapping[str, str], timeout: float) -> AsyncIterator[tuple[Messages, Messages]]:
+    """Connect to a URL. Redirects stay on its host."""
+    async with httpx2.AsyncClient(
+        headers={**headers, "accept-encoding": "identity"},  # what is packed has no bound
+        timeout=httpx2.Timeout(timeout, read=max(timeout, 300.0)),  # an answer may take its time
+        event_hooks={"response": [_bound_body]},
+    ) as client:
+        opened = streamable_http_client(url, http_client=client, max_sse_event_size=MOST_MESSAGE)
+        async with _checked(opened) as streams:
+            yield streams
+
+
+async def _bound_body(response: httpx2.Response) -> None:
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise httpx2.StreamError("sent a body that is packed")
+    if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
+        response.stream = _BoundedBody(response.stream)
+
+
+class _BoundedBody(httpx2.AsyncByteStream):
+    """A body that ends with an error after `MOST_MESSAGE` bytes."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        size = 0
+        async for chunk in self._stream:
+            size += len(chunk)
+            if size > MOST_MESSAGE:
+                raise httpx2.StreamError(f"sent a body of more than {MOST_MESSAGE / 2**20:.0f} MiB")
+            yield chunk
+
+    async def aclose(self) -> None:
+        """Close the body beneath."""
+        await self._stream.aclose()
+
+
+@asynccontextmanager
+async def _checked(opened: AbstractAsyncContextManager[Any]) -> AsyncIterator[tuple[Messages, Messages]]:
+    """Check the messages of a transport before the library reads them."""
+    async with opened as (received, sent):
+        yield _MessageChecks(received), sent
+
+
+class _MessageChecks:
+    """A stream of messages that replaces answers with too many values by an error."""
+
+    def __init__(self, stream: Messages) -> None:
+        self._stream = stream
+
+    @property
+    def last_context(self) -> Any:
+        """The context of the latest message's sender."""
+        return getattr(self._stream, "last_context", None)
+
+    async def receive(self) -> Any:
+        """Wait for the next message."""
+        while True:
+            message = await self._stream.receive()
+            body = getattr(message, "message", None)
+            content = {name: getattr(body, name, None) for name in ("result", "params", "error") if hasattr(body, name)}
+            if isinstance(body, JSONRPCError):
+                content = {"error": body.error.data}
+            if (problem := problem_of(content)) is None:
+                return message
+            if isinstance(body, JSONRPCResponse | JSONRPCError):
+                error = ErrorData(code=TOO_LARGE, message=problem)
+                return SessionMessage(JSONRPCError(jsonrpc="2.0", id=body.id, error=error))
+            log.debug("a tool server %s", problem)  # a notification, or a request that no tool needs
+
+    async def aclose(self) -> None:
+        """Close the stream beneath."""
+        await self._stream.aclose()
+
+    def __aiter__(self) -> _MessageChecks:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self.receive()
+        except anyio.EndOfStream:
+            raise StopAsyncIteration from None
+
+    async def __aenter__(self) -> _MessageChecks:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self.aclose()
