@@ -45,8 +45,8 @@ def greeted(secret: bytes) -> list[Any]:
 def channels(*, sealed: bool) -> tuple[BulkChannel, BulkChannel]:
     near, far = socket.socketpair()
     one, two = (
-        BulkChannel(near, KEYS, silence=5),
-        BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5),
+        BulkChannel(near, KEYS, silence=60),
+        BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=60),
     )
     one.sealed = two.sealed = sealed
     return one, two

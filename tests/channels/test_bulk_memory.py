@@ -21,7 +21,7 @@ KEYS = ChannelKeys(b"a" * 32, b"b" * 32)
 
 def channels() -> tuple[BulkChannel, BulkChannel]:
     near, far = socket.socketpair()
-    return BulkChannel(near, KEYS, silence=5), BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5)
+    return BulkChannel(near, KEYS, silence=60), BulkChannel(far, ChannelKeys(KEYS.receiving, KEYS.sending), silence=60)
 
 
 def joined() -> tuple[BulkChannel, BulkChannel]:

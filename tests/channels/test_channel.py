@@ -33,7 +33,7 @@ def wire() -> Iterator[Wire]:
     near, far = socket.socketpair()
     far.settimeout(5)
     with near, far:
-        yield Wire(Channel(near, KEYS, silence=5), far)
+        yield Wire(Channel(near, KEYS, silence=60), far)
 
 
 def recorded(*messages: tuple[MessageKind, bytes]) -> list[bytes]:
@@ -42,7 +42,7 @@ def recorded(*messages: tuple[MessageKind, bytes]) -> list[bytes]:
     far.settimeout(5)
     found = []
     with near, far:
-        sender = Channel(near, ChannelKeys(KEYS.receiving, KEYS.sending), silence=5)
+        sender = Channel(near, ChannelKeys(KEYS.receiving, KEYS.sending), silence=60)
         for message in messages:
             sender.send(*message)
             found.append(far.recv(1 << 16))
@@ -71,8 +71,8 @@ def met(
     follower: ProcessPlace = FIRST, secret: bytes = SECRET, taken: frozenset[int] = frozenset()
 ) -> tuple[Any, Any, socket.socket, socket.socket]:
     near, far = socket.socketpair()
-    lead = lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), taken, silence=5)  # noqa: E731
-    follow = lambda: greeting.follow(far, secret, follower, silence=5)  # noqa: E731
+    lead = lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), taken, silence=60)  # noqa: E731
+    follow = lambda: greeting.follow(far, secret, follower, silence=60)  # noqa: E731
     return (*together(lead, follow), near, far)
 
 
@@ -116,7 +116,7 @@ def test_a_leader_without_the_secret_is_found_out() -> None:
             near.recv(1 << 10)
             near.sendall(b"\0" + bytes(32))
 
-        _, refused = together(lead, lambda: greeting.follow(far, SECRET, ProcessPlace(1, 2), silence=5))
+        _, refused = together(lead, lambda: greeting.follow(far, SECRET, ProcessPlace(1, 2), silence=60))
         assert isinstance(refused, ProcessRefused) and "the leader does not know the secret" in str(refused)
 
 
@@ -127,7 +127,7 @@ def test_noise_in_place_of_a_greeting_is_refused(noise: bytes) -> None:
         far.sendall(noise)
         far.shutdown(socket.SHUT_WR)
         with pytest.raises((ProcessRefused, ProcessLost)):
-            greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=5)
+            greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=60)
 
 
 def test_what_was_recorded_of_one_connection_opens_no_other() -> None:
@@ -135,7 +135,7 @@ def test_what_was_recorded_of_one_connection_opens_no_other() -> None:
     near, far = socket.socketpair()
     with near, far:
         _, said = together(
-            lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=5),
+            lambda: greeting.lead(near, SECRET, ProcessPlace(0, 2), frozenset(), silence=60),
             lambda: (far.recv(1 << 10), far.sendall(MAGIC + bytes(32) + struct.pack("<HH", 1, 2) + bytes(32))),
         )
         assert not isinstance(said, Exception)
@@ -168,8 +168,8 @@ class Trickle:
 @pytest.mark.parametrize(
     "greet",
     [
-        lambda connection: greeting.lead(connection, SECRET, ProcessPlace(0, 2), frozenset(), silence=5),
-        lambda connection: greeting.follow(connection, SECRET, ProcessPlace(1, 2), silence=5),
+        lambda connection: greeting.lead(connection, SECRET, ProcessPlace(0, 2), frozenset(), silence=60),
+        lambda connection: greeting.follow(connection, SECRET, ProcessPlace(1, 2), silence=60),
         lambda connection: greeting.listen(connection, SECRET),
         lambda connection: greeting.call(connection, SECRET),
     ],
@@ -204,7 +204,7 @@ def test_a_changed_message_is_refused(wire: Wire) -> None:
     for at in range(len(whole)):
         near, far = socket.socketpair()
         with near, far:
-            channel = Channel(near, KEYS, silence=5)
+            channel = Channel(near, KEYS, silence=60)
             far.sendall(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             with pytest.raises(ProcessLost, match="did not sign"):
                 channel.receive()
@@ -252,9 +252,9 @@ def test_no_length_is_believed_that_is_too_long(monkeypatch: pytest.MonkeyPatch)
     with near, far:
         far.sendall(whole)
         with pytest.raises(ProcessLost, match="PREPARE message of 500 bytes came, 64 are allowed"):
-            Channel(near, KEYS, silence=5).receive()
+            Channel(near, KEYS, silence=60).receive()
         with pytest.raises(ProcessLost, match="longer than 64"):
-            Channel(near, KEYS, silence=5).send(MessageKind.PREPARE, b"x" * 65)
+            Channel(near, KEYS, silence=60).send(MessageKind.PREPARE, b"x" * 65)
 
 
 def test_silence_ends_a_connection() -> None:

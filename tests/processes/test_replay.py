@@ -64,19 +64,20 @@ class Both(NamedTuple):
         mine, theirs = self.driver.runner._calls, self.replay._calls
         for one, other in zip(jax.tree.leaves(mine.kv), jax.tree.leaves(theirs.kv), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[1:], np.asarray(other)[1:])  # page 0 is padding's
-        for one, other in zip(jax.tree.leaves(mine.state), jax.tree.leaves(theirs.state), strict=True):
+        slots = [jax.tree.leaves((calls.state, calls.own)) for calls in (mine, theirs)]
+        for one, other in zip(*slots, strict=True):
             np.testing.assert_array_equal(np.asarray(one)[:-1], np.asarray(other)[:-1])
 
 
 @pytest.fixture
 def both(programs: Programs) -> Iterator[Both]:
     near, far = socket.socketpair()
-    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=30)})
+    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=300)})
 
     def weights(model: Any) -> LoadedWeights:
         return LoadedWeights(PLACEMENT.model(model).leaves, model.fingerprint, lambda: None)
 
-    channel = Channel(far, ChannelKeys(BACK, OUT), silence=30)
+    channel = Channel(far, ChannelKeys(BACK, OUT), silence=300)
     replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
     raised: list[BaseException] = []
 

@@ -33,7 +33,7 @@ class Others:
         for process in range(1, count + 1):
             near, far = socket.socketpair()
             mine[process] = Channel(near, ChannelKeys(OUT, BACK), silence=silence)
-            self.channels[process] = Channel(far, ChannelKeys(BACK, OUT), silence=5.0)
+            self.channels[process] = Channel(far, ChannelKeys(BACK, OUT), silence=60.0)
         self.team = Team(mine)
         self.lost: list[BaseException] = []
         self.team.watch(self.lost.append)
@@ -134,7 +134,7 @@ def test_a_follower_says_why_it_ends(others: Others) -> None:
 
 def test_noise_of_a_follower_ends_the_session() -> None:
     near, far = socket.socketpair()
-    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=5)})
+    team = Team({1: Channel(near, ChannelKeys(OUT, BACK), silence=60)})
     lost: list[BaseException] = []
     team.watch(lost.append)
     with far:

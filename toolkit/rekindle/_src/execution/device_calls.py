@@ -208,7 +208,7 @@ class DeviceCalls:
         """Write a request's history into its slot."""
         self._recorder.admit(ints, floats)
         with self._reported:
-            self._keep(program(self.state._replace(own=self._own), ints, floats))
+            self._keep(program(self.state._replace(own=self.own), ints, floats))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
@@ -313,7 +313,7 @@ class DeviceCalls:
     @property
     def memory(self) -> list[Array]:
         """The arrays of pages and state."""
-        return jax.tree.leaves((self.kv, self.state, self._own))
+        return jax.tree.leaves((self.kv, self.state, self.own))
 
     def renew(self) -> None:
         """Replace pages and state by new ones; their content is lost."""
@@ -324,7 +324,7 @@ class DeviceCalls:
         """Give pages and state back, and forget the weights, which are the caller's. `wake` follows."""
         self.wait(self.memory)
         self._delete()
-        self.kv, self.state, self._own, self.leaves = (), None, (), ()
+        self.kv, self.state, self.own, self.leaves = (), None, (), ()
 
     def wake(self, leaves: Sequence[Array]) -> None:
         """Use new pages and state, and these weights."""
@@ -334,7 +334,7 @@ class DeviceCalls:
     def free(self) -> None:
         """Give pages and state back, once no step reads them; the weights are the caller's."""
         try:
-            self.wait((self.state, self._own))
+            self.wait((self.state, self.own))
         finally:
             self._delete()
             self.leaves = ()
@@ -360,16 +360,16 @@ class DeviceCalls:
         if self.tables is not None:
             self.tables.forget()
         self._recorder.renew()
-        self.kv, self.state, self._own = self.programs.memory()
+        self.kv, self.state, self.own = self.programs.memory()
 
     def _state_in(self, key: Bucket) -> Any:
         """Return the state that a program takes."""
-        return self.state._replace(own=self._own) if self.programs.features.keeps_own(key.variants) else self.state
+        return self.state._replace(own=self.own) if self.programs.features.keeps_own(key.variants) else self.state
 
     def _keep(self, state: Any) -> None:
         """Take the state that a program returned. Features' own parts are kept apart: most programs lack them."""
         if state.own:
-            self._own, state = state.own, state._replace(own=())
+            self.own, state = state.own, state._replace(own=())
         self.state = state
 
     def _delete(self) -> None:
