@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Generator
 from typing import Any
@@ -11,7 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle._src.capabilities.overflow.turns import cuts_of, search, size_of, turns_of, unpinned, without_turns
+from rekindle._src.capabilities.overflow.turns import (
+    characters_of,
+    cuts_of,
+    search,
+    size_of,
+    turns_of,
+    unpinned,
+    without_turns,
+)
 from rekindle.errors import InvalidRequest
 
 ROLES = st.sampled_from(["system", "user", "assistant", "tool"])
@@ -99,3 +108,21 @@ def test_pins_are_no_matter_of_templates() -> None:
     assert unpinned(pinned) == messages
     with pytest.raises(InvalidRequest, match=r"messages\[0\].pinned='yes': must be True or False"):
         unpinned([{**messages[0], "pinned": "yes"}])
+
+
+class Unwritten(str):
+    """A text that is not written as Python or JSON writes it."""
+
+    def __repr__(self) -> str:
+        raise AssertionError("writing 32 MB of unprintable characters held all threads for 0.8 s")
+
+
+def test_calls_are_measured_without_writing_them() -> None:
+    calls = [{"id": "c1", "function": {"name": "look", "arguments": {"at": ["here", 3, None], "long": "x" * 500}}}]
+    assert characters_of(calls) == pytest.approx(len(json.dumps(calls)), rel=0.1)
+    whole = size_of({"role": "assistant", "tool_calls": calls})
+    assert whole > characters_of(calls) > size_of({"role": "assistant"})
+    assert characters_of([{"arguments": Unwritten("x" * 500)}]) == characters_of([{"arguments": "x" * 500}])
+    around: list[Any] = ["x" * 100]
+    around.append(around)
+    assert 100 < characters_of(around) < 150

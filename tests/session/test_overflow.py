@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -400,3 +401,19 @@ async def test_pictures_leave_with_their_turns(pictures: Session) -> None:
     assert again.token_ids == done.token_ids and len(handle.images) == 1
     forked = await pictures.fork(handle, at=2, **GREEDY)
     assert again.token_ids[:2] + forked.token_ids[:4] == again.token_ids
+
+
+@anyio_test
+async def test_long_chats_are_measured_in_a_thread(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million parts held the loop of the session, and all of its streams, for 0.2 s."""
+    threads = dict[str, set[str]]()
+
+    def noted(message: Mapping[str, Any]) -> int:
+        threads.setdefault(str(message["content"])[:1], set()).add(threading.current_thread().name)
+        return size_of(message)
+
+    monkeypatch.setattr("rekindle._src.capabilities.overflow.request.size_of", noted)
+    for letter, times in (("s", 1), ("l", 40_000)):
+        with pytest.raises(PromptTooLong) if letter == "l" else contextlib.nullcontext():
+            await session.chat([{"role": "user", "content": letter * times}], overflow="drop", max_tokens=2)
+    assert threads["s"].isdisjoint(threads["l"]) and all("AnyIO worker" in name for name in threads["l"])

@@ -21,7 +21,7 @@ from rekindle._src.calls.content import (
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import Prompt
 from rekindle._src.calls.requests import sampling_of, structured_text
-from rekindle._src.capabilities.overflow.turns import unpinned
+from rekindle._src.capabilities.overflow.turns import characters_of, unpinned
 from rekindle._src.capabilities.replies.request import ChatReply
 from rekindle._src.core.foreign_calls import CHAT, ForeignParts
 from rekindle._src.core.options import takes_options
@@ -220,7 +220,7 @@ class ChatRequests:
                 messages = read_messages(self._front, messages)[0]  # pictures are opened once
             prompt = prompt_of(messages)
             more = [tool.schema for tool in choice.shown], documents
-            prompt = prompt.plus(rule_of(overflow, messages, prompt_of, len(repr(more))))
+            prompt = prompt.plus(rule_of(overflow, messages, prompt_of, characters_of(more)))
             return Handle(self._host, self, prompt, effective)
 
         if not run_tools:

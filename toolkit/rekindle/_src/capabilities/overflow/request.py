@@ -158,10 +158,15 @@ class OverflowFit(PromptFit):
         return await self._searched(fits)
 
     async def _begin(self) -> ReadPrompt | Submission:
-        rule = self._rule
-        if callable(rule.overflow) or rule.extra + sum(map(size_of, rule.messages)) <= self._room:
-            return self._submission  # a chat with fewer characters than the room has tokens most often fits
-        return await self._measured()
+        if callable(self._rule.overflow):
+            return self._submission
+        long = self._submission.long  # looking at as many values takes milliseconds
+        size = await anyio.to_thread.run_sync(self._size) if long else self._size()
+        # A chat with fewer characters than the room has tokens most often fits.
+        return self._submission if size <= self._room else await self._measured()
+
+    def _size(self) -> int:
+        return self._rule.extra + sum(map(size_of, self._rule.messages))
 
     async def _measured(self) -> ReadPrompt | Submission:
         """Begin the search."""

@@ -19,6 +19,7 @@ Messages = Sequence[Mapping[str, Any]]
 PINNED = "pinned"  # the key of a message whose turn stays
 SYSTEM = ("system", "developer")  # roles of messages that stay
 _OVERHEAD = 16  # characters of a message besides its content, about: its role, and the marks around it
+_OF_VALUE = 4  # characters of a value besides its text, about
 _OTHER_PART = 1_000  # characters in place of a part that is no text, such as a picture
 
 
@@ -88,7 +89,25 @@ def size_of(message: Mapping[str, Any]) -> int:
     for part in [content] if isinstance(content, str) else content if isinstance(content, list | tuple) else ():
         text = part.get("text") if isinstance(part, Mapping) else part
         size += len(text) if isinstance(text, str) else _OTHER_PART
-    return size + (len(repr(message["tool_calls"])) if message.get("tool_calls") else 0)
+    return size + (characters_of(message["tool_calls"]) if message.get("tool_calls") else 0)
+
+
+def characters_of(value: object) -> int:
+    """Return about how many characters a value has as JSON, which is not written for this."""
+    size, values, counted = 0, [value], set[int]()
+    while values:
+        one = values.pop()
+        size += _OF_VALUE
+        if isinstance(one, str):
+            size += len(one)
+        elif isinstance(one, Mapping | list | tuple) and id(one) not in counted:
+            counted.add(id(one))
+            if isinstance(one, Mapping):
+                values += one.keys()
+                values += one.values()
+            else:
+                values += one
+    return size
 
 
 class ChatCuts(NamedTuple):
