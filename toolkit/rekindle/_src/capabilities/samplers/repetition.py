@@ -4,7 +4,7 @@ Axes: N rows, V vocabulary, W latest tokens that a slot keeps, C classes of brea
 
 A row's window has its latest tokens, the newest first. For each distance k, it shows for how many tokens the text
 repeats its tokens k places before; the next token there would continue the repetition. llama.cpp finds these lengths by
-the Z-algorithm, one token after the other. Here all distances are compared at once, one token of the match a round,
+the Z-algorithm, one token after the other. Here all distances are compared at once, a few tokens of the match a round,
 until none matches or penalties grow no more.
 
 A breaker is a text, and no match passes it. It is found as llama.cpp finds it: a token with the whole text, or a token
@@ -25,6 +25,7 @@ CLASSES = 15  # and 0 for tokens that begin no breaker
 REST = 8  # tokens after the first one of a breaker
 SEQUENCES = 4  # of a class
 PER_WORD = 8  # tokens with a class in one integer
+_AT_ONCE = 4  # tokens of a match that a round compares: a third of the time for the longest, no more for short ones
 LARGEST_LOG = 88.7228391  # llama.cpp's logarithm of the largest float
 
 
@@ -83,18 +84,22 @@ def _matches(window: Window, longest: Array) -> Array:
     """Return for each distance k [N, W] how many latest tokens equal those k places before, at most `longest` [N]."""
     tokens, length = window
     width = tokens.shape[1]
-    padded, latest = jnp.pad(tokens, ((0, 0), (0, width)), constant_values=-1), jnp.where(tokens < 0, -2, tokens)
+    padded = jnp.pad(tokens, ((0, 0), (0, width + _AT_ONCE)), constant_values=-1)
+    latest = jnp.pad(jnp.where(tokens < 0, -2, tokens), ((0, 0), (0, _AT_ONCE)), constant_values=-2)
     distance = lax.iota(jnp.int32, width)
+    ends = jnp.minimum(length[:, None] - distance, longest[:, None])
 
     def go_on(carry: tuple[Array, Array, Array]) -> Array:
         return jnp.any(carry[1])
 
     def compare(carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-        place, matching, counts = carry
-        earlier = lax.dynamic_slice_in_dim(padded, place, width, axis=1)
-        matching &= lax.dynamic_slice_in_dim(latest, place, 1, axis=1) == earlier
-        matching &= (distance + place < length[:, None]) & (place < longest[:, None])
-        return place + 1, matching & (place + 1 < width), counts + matching
+        first, matching, counts = carry
+        for place in (first + offset for offset in range(_AT_ONCE)):
+            earlier = lax.dynamic_slice_in_dim(padded, place, width, axis=1)
+            matching &= lax.dynamic_slice_in_dim(latest, place, 1, axis=1) == earlier
+            matching &= place < ends
+            counts += matching
+        return first + _AT_ONCE, matching & (first + _AT_ONCE < width), counts
 
     start = jnp.broadcast_to(distance > 0, tokens.shape), jnp.zeros(tokens.shape, jnp.int32)
     return lax.while_loop(go_on, compare, (jnp.int32(0), *start))[2]
