@@ -20,7 +20,7 @@ from rekindle._src.core.records import IntArray
 from rekindle.errors import InvalidRequest
 
 _KEPT = 8  # sets of breakers that are remembered
-_MARK = "\x00"  # between the texts of tokens
+_MARK = b"\x00"  # between the texts of tokens
 
 
 class BreakerTable(NamedTuple):
@@ -82,18 +82,17 @@ class _Texts:
                 return token_bytes(tokenizer, token)
             return tokenizer.decode([token], skip_special_tokens=False).encode()
 
-        texts = [spelled(token).decode("latin-1") for token in range(vocab_size)]
-        self.joined = _MARK + _MARK.join(text.replace(_MARK, " ") for text in texts) + _MARK
-        self.starts = np.cumsum([0, *(len(text) + 1 for text in texts)]) + 1
+        texts = [_MARK, *(spelled(token).replace(_MARK, b" ") + _MARK for token in range(vocab_size))]
+        self.joined: NDArray[np.uint8] = np.frombuffer(b"".join(texts), np.uint8)
+        self.starts = np.cumsum([len(text) for text in texts[:-1]])
 
-    def containing(self, text: str) -> NDArray[np.int64]:
-        """Return the tokens that are spelled with `text`."""
-        places, at = [], self.joined.find(text)
-        while at >= 0:
-            places.append(at)
-            at = self.joined.find(text, at + 1)
-        tokens: NDArray[np.int64] = np.unique(np.searchsorted(self.starts, places, side="right") - 1)
-        return tokens
+    def containing(self, text: bytes) -> NDArray[np.int64]:
+        """Return the tokens that are spelled with `text`, in a time that grows with its length."""
+        places = np.flatnonzero(self.joined[: len(self.joined) - len(text) + 1] == text[0])
+        for offset in range(1, len(text)):
+            places = places[self.joined[places + offset] == text[offset]]
+        tokens: NDArray[np.int64] = np.searchsorted(self.starts, places, side="right") - 1
+        return tokens[np.diff(tokens, prepend=-1) > 0]  # places ascend
 
 
 def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenizer: TokenizerLike) -> BreakerTable:
@@ -104,12 +103,12 @@ def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenize
     bits: dict[tuple[int, ...], int] = {(): 0}  # of each rest, in the codes of tokens
     codes = np.zeros(vocab_size, np.uint64)
     for breaker in breakers:
-        spelled = breaker.encode().decode("latin-1")  # texts of tokens are bytes, which may be parts of characters
+        spelled = breaker.encode()  # texts of tokens are bytes, which may be parts of characters
         whole = texts.containing(spelled)
         codes[whole] |= np.uint64(1)
         for size in range(1, len(spelled)):
             try:
-                rest = spelled[size:].encode("latin-1").decode()
+                rest = spelled[size:].decode()
             except UnicodeDecodeError:  # it begins inside a character, and no tokens spell that alone
                 continue
             ends = np.setdiff1d(texts.containing(spelled[:size] + _MARK), whole)

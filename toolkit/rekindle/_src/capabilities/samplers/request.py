@@ -16,6 +16,7 @@ from rekindle._src.core.samplers import ADAPTIVE
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability
+from rekindle._src.dispatch.intake import Turns
 from rekindle._src.kvcache import PrefixCache
 from rekindle._src.scheduling.followers import FollowedExtension, Follower
 from rekindle.errors import InvalidRequest
@@ -75,6 +76,7 @@ class SamplersIntake(Capability["BreakerTable | None"]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._tables: BreakerTables | None = None
+        self._turns: Turns | None = None  # made on the loop
 
     def waits(self, submission: Submission, front: Front) -> bool:
         """True if the vocabulary has to be searched for its breakers."""
@@ -85,8 +87,12 @@ class SamplersIntake(Capability["BreakerTable | None"]):
         breakers = _breakers(submission.sampling)
         if not breakers or not front.tokenizer.has_text:
             return None
-        known = self._of(front).find(breakers)
-        return await anyio.to_thread.run_sync(self._of(front).table, breakers) if known is None else known
+        tables = self._of(front)
+        if self._turns is None:
+            self._turns = Turns(1)
+        async with self._turns.turn(submission.caller):  # those that wait take no thread, which others need
+            known = tables.find(breakers)
+            return await anyio.to_thread.run_sync(tables.table, breakers) if known is None else known
 
     def admit(
         self, submission: Submission, token_ids: IntArray, front: Front, resource: BreakerTable | None
