@@ -74,7 +74,8 @@ def attention(q, k, v, positions):
 
 # %% [markdown]
 # The forward pass takes tokens and gives logits, one row for each token: the opinion on what comes after it. What keys and values
-# attention looks at is left to `remember`, a function that we will exchange in a moment.
+# attention looks at is left to `remember`, a function that we will exchange in a moment. The last matrix is the head; a model without one uses
+# its embedding again.
 
 
 # %%

@@ -15,7 +15,7 @@
 # being lost, and it comes back when a prompt needs it, if copying is quicker than computing. To see it happen we
 # give a session room for 50 pages on the device.
 #
-# On a CPU the device's memory and the host's are the same chips. Pages move as they would on a GPU, and what a hit saves is real:
+# On a CPU the device's memory and the host's are the same chips. Pages move as they would on a GPU, and the saving of a hit is real:
 # tokens that are not computed. What this page can't show is a link: a GPU's is ten to fifty times slower than its memory.
 
 # %%

@@ -180,7 +180,7 @@ assert saved[Pet] > max(0, saved[Person]), "a run of forced tokens saves steps"
 
 # %% [markdown]
 # The mask is found on the host, with [llguidance](https://github.com/guidance-ai/llguidance), while the device computes the
-# model's next step: what a grammar costs is hidden by it. Requests without a grammar, in the same batch, don't notice.
+# model's next step: so a grammar costs no time of its own there. Requests without a grammar, in the same batch, don't notice.
 #
 # ## A fork stays in its form
 #

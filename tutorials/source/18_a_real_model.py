@@ -206,7 +206,7 @@ print("\nwithout the template:", plain.text)
 # Without the template the model sees a text that is over: it ends at once, or goes on with a text of its own, as a base model does. If
 # a model's answers are odd, look at the template first.
 #
-# Options change answers, too. A greedy text takes the likeliest token each time, and what a small model has said once it finds likely again:
+# Options change answers, too. A greedy text takes the likeliest token each time, and a small model finds its own words likely again:
 # long greedy texts often end in loops. `reply.repetition` says so. Where a file says nothing, chats are drawn for that reason, at a temperature of
 # 0.8; a repetition penalty helps, too (page 04).
 

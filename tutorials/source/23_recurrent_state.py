@@ -118,7 +118,8 @@ prompt = rng.integers(3, 500, 150).tolist()
 # ## What a prompt hits
 #
 # A prefix hit needs keys and values of the layers with attention, which are in pages, *and* the states of the others at exactly that
-# position. A state is overwritten at every token, so the engine keeps copies: one at an edge of 64 tokens, the last that a prompt passes.
+# position. A state is overwritten at every token, so the engine keeps copies, and only at *edges*, the multiples of 64 tokens: one for each prompt, at the
+# last edge that it passes.
 #
 # **Predict.** A prompt of 150 tokens runs twice, in pages of 16. A transformer would find 144 of them the second time. This model?
 #

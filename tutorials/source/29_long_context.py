@@ -178,7 +178,7 @@ print(f"a step takes twice as long at {doubled}; by bytes alone it would be {2 *
 print(f"a prompt of 4,000 tokens took {prefill[4000]:.1f} s, the time of {prefill[4000] * 1e3 / base:,.0f} steps")
 
 # %% [markdown]
-# The first printed line compares the measured length with the one that follows from bytes. If the measured one is shorter, attention costs more than its reading: it also multiplies, with fewer numbers in a row than a
+# The line below the plot compares the measured length with the one that follows from bytes. If the measured one is shorter, attention costs more than its reading: it also multiplies, with fewer numbers in a row than a
 # large matrix has.
 # On a busy machine the line may even fall: then measure again when it is quiet.
 #
@@ -206,7 +206,7 @@ assert 1.7 < places["8-bit pages"] / places["16-bit pages"] < 2, "nearly twice a
 # %% [markdown]
 # ## Exercise
 #
-# Write `longest(kind, gib, texts)`: how many tokens may each of so many texts have, so that their caches fit into some GiB in 16 bits? Compare Llama 3 8B and Gemma 3 27B by `longest(kind, 40, 8)`.
+# Write `longest(kind, gib, texts)`: the longest length at which the caches of `texts` texts fit into `gib` GiB, in 16 bits. Compare Llama 3 8B and Gemma 3 27B by `longest(kind, 40, 8)`.
 
 
 # %% tags=["yours"]

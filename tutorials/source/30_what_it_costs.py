@@ -251,7 +251,7 @@ print(f"a step by the bound: {1e3 / bound:.2f} ms; measured: {1e3 / MEASURED[1]:
 #
 # ## Exercise
 #
-# Write `devices(model, bits, machine, texts, tokens)`: the smallest number of devices, of 1, 2, 4 and 8, that hold so many texts. How many H100s for Llama 3 70B in 16 bits with 64 texts of 8,192 tokens?
+# Write `devices(model, bits, machine, texts, tokens)`: the smallest number of devices, of 1, 2, 4 and 8, that hold `texts` texts. How many H100s for Llama 3 70B in 16 bits with 64 texts of 8,192 tokens?
 
 
 # %% tags=["yours"]
