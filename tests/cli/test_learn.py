@@ -33,6 +33,17 @@ def test_a_page_is_copied_without_answers_and_with_its_pictures(
     assert not re.search(r"\]\(\.\./", target.read_text())
 
 
+def test_a_handout_has_no_answers_and_is_no_teachers_copy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["learn", "18", "--to", str(tmp_path)]) == main(["learn", "18", "--handout", "--to", str(tmp_path)]) == 0
+    )
+    whole, handout = (Path(name).read_text() for name in capsys.readouterr().out.split())
+    for secret in ("<summary>Answer", "== 4.5", "Our solution"):
+        assert secret in whole and secret not in handout
+    for shown in ("**Predict.**", "# Your answer.", "def file_gb", "## Takeaway"):
+        assert shown in handout
+
+
 @pytest.mark.parametrize("name", ["00_map.svg", "19_slider.html"])
 def test_a_file_that_a_cell_shows_is_copied(name: str, tmp_path: Path) -> None:
     learn.copied(learn.chosen(name[:2], learn.installed()), tmp_path)

@@ -33,6 +33,7 @@ OPTIONAL: Final = frozenset({"ray", "torch", "transformers"})  # a page leaves o
 _PICTURE: Final = re.compile(r"\.\./source/pictures/([\w.-]+)")
 _DRAWING: Final = re.compile(r'"(\d\d_\w+\.(?:svg|html))"')  # that a cell shows
 _FILE: Final = re.compile(r"\]\((\w+\.py)\)")
+_ANSWER: Final = "<details><summary>Answer</summary>"
 _LINK: Final = re.compile(r"(?<!!)\[([^\[\]]*)\]\(\.\./((?:guide/|\.\./)[\w./#-]+)\)")
 
 
@@ -43,6 +44,7 @@ def options(command: Parser) -> None:
         "the folder for copies (default rekindle-course); a copy that is there is kept",
         default="rekindle-course",
     )
+    command.flag("--handout", "leave out answers, their checks and solutions: a copy for a class")
     command.flag("--print", "print the path of the copy and open nothing")
 
 
@@ -84,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         print("\nrekindle learn 05 copies page 05 here and opens it in JupyterLab")
         return 0
     page = chosen(arguments.page, pages)
-    target, new = copied(page, Path(arguments.to))
+    target, new = copied(page, Path(arguments.to), handout=arguments.handout)
     print(f"{target} was there: it keeps what you wrote" if not new else f"copied to {target}", file=sys.stderr)
     missing = page.missing
     if missing:
@@ -122,14 +124,21 @@ def chosen(name: str, pages: Iterable[CoursePage]) -> CoursePage:
     raise InvalidRequest("page", name, "no page has this number or title", f"{hint}`rekindle learn` lists the pages")
 
 
-def copied(page: CoursePage, folder: Path) -> tuple[Path, bool]:
-    """Copy a page without outputs, with its pictures and files. True if it is new: a reader's copy is not replaced."""
-    target = folder / page.path.name
+def copied(page: CoursePage, folder: Path, *, handout: bool = False) -> tuple[Path, bool]:
+    """Copy a page without outputs, with its pictures and files. True if it is new: a reader's copy is not replaced.
+
+    A handout has no answers either, and no cells that check or solve; the page itself is a teacher's edition of it.
+    """
+    target = folder / (f"{page.path.stem}_handout.ipynb" if handout else page.path.name)
     if target.exists():
         return target, False
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     notebook = json.loads(page.path.read_text(encoding="utf-8"))
     links = _links()
+    if handout:
+        notebook["cells"] = [
+            cell for cell in notebook["cells"] if not {"check", "solution"} & set(cell["metadata"].get("tags", ()))
+        ]
     for cell in notebook["cells"]:
         text, code = _text(cell), cell["cell_type"] == "code"
         for picture in (_DRAWING if code else _PICTURE).findall(text):
@@ -140,10 +149,17 @@ def copied(page: CoursePage, folder: Path) -> tuple[Path, bool]:
         for file in _FILE.findall(text):
             if not (folder / file).exists():  # a reader changes it, too
                 shutil.copyfile(page.path.parent / file, folder / file)
+        text = _unanswered(text) if handout else text
         text = text.replace("../source/pictures/", "pictures/")
         cell["source"] = _LINK.sub(lambda match: _absolute(match, links), text)
     target.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return target, True
+
+
+def _unanswered(text: str) -> str:
+    """Return the Markdown without its folded answers."""
+    before, *folds = text.split(_ANSWER)
+    return before + "".join(fold.partition("</details>")[2].lstrip("\n") for fold in folds)
 
 
 def _clone() -> Path:
