@@ -46,7 +46,7 @@ def fill_pages(kv: paged.KV, ids: Sequence[int], pages: Sequence[paged.Payload],
 
 
 def read_states(kv: paged.KV, ids: Sequence[int]) -> paged.Payload:
-    """Return the states in the slots `ids`: one array [n, B], joined from all layers."""
+    """Return the states in the slots `ids`, joined over all layers into one array [n, B]."""
     rows = np.asarray(ids)
     return (np.concatenate([view(state)[rows].reshape(len(rows), -1) for state in _states(kv)], axis=1),)
 

@@ -148,7 +148,7 @@ class Programs:
         return self._store.holds(key.name)
 
     def made(self, keys: Sequence[Key]) -> bool:
-        """True if none of these programs has to be compiled: they are ready, or the store has enough of them.
+        """True if none of these programs has to be compiled: each is ready, or a sufficient one is stored.
 
         The store is asked once for each, since a shared cache may be far away.
         """
