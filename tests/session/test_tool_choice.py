@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 import rekindle
-from helpers.chatting import HERMES, saying
+from helpers.chatting import HERMES, OPENED, saying
 from helpers.small import TINY
 from helpers.thorough import by_default
 from rekindle import FinishReason, Session
@@ -85,6 +85,21 @@ def test_no_call_is_forced_inside_of_reasoning(session: Session) -> None:
     assert "tool_call" not in reply.text and reply.finish_reason == FinishReason.LENGTH
     reply = session.chat(USER, template_options={"closed": True}, **options).result_sync()
     assert reply.tool_calls and not reply.reasoning
+
+
+@pytest.mark.parametrize("thought", ["", "so it is</think>"])
+def test_a_complete_call_stays_one_wherever_the_next_one_is_cut(thought: str) -> None:
+    call = '<tool_call>{"name": "paint", "arguments": {"colour": "red"}}</tool_call>'
+    with saying(f"{thought}{call}\n{call}", OPENED) as session:
+        for left in (len(call) - 2, len(call) - 9, len(call) - 11, len(call) - 30, 20):
+            cut = len(thought) + 2 * len(call) + 1 - left
+            reply = session.chat(USER, tools=[paint], max_tokens=cut).result_sync()
+            assert reply.finish_reason == FinishReason.LENGTH
+            assert ([one.name for one in reply.tool_calls], reply.reasoning) == (
+                ["paint"],
+                thought.removesuffix("</think>"),
+            )
+            assert call[: len(call) - left].startswith(reply.content.strip()), "nothing of the first call is left over"
 
 
 def test_choices_that_make_no_sense() -> None:

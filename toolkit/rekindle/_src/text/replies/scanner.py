@@ -259,11 +259,15 @@ class ReplyScanner:
         cut = False
         try:
             yield from opener.read(self)
+            self.keep()
             while (yield from take(source, opener.text)):
                 yield from opener.read(self)
-            self.keep()
+                self.keep()
             yield from skip_space(source)
             complete = (yield from peek(source)) == ""
+            if not complete and opener.text.startswith(source.text[source.at :]):
+                cut = complete = True  # amid the mark of the next call
+                source.at = len(source.text)
         except MalformedCall:
             cut = complete = bool(held) and source.ended and source.at >= len(source.text)
         self._pending_calls = None
