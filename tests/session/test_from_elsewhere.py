@@ -17,9 +17,20 @@ import pytest
 import rekindle
 from helpers.small import TINY
 from rekindle import Session
+from rekindle._src.calls.conversation import Conversation
 from rekindle._src.calls.embedding import EMBEDS, _say_untrained
 from rekindle._src.core import cell_errors
-from rekindle._src.core.foreign_calls import CLASS, COMPLETION, MESSAGE, MODULE, SESSION, TOKENIZER
+from rekindle._src.core.foreign_calls import (
+    CLASS,
+    COMPLETION,
+    CONVERSATION,
+    DELTA,
+    MESSAGE,
+    MODULE,
+    SESSION,
+    TOKENIZER,
+)
+from rekindle._src.core.records import TextDelta
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
@@ -27,6 +38,8 @@ from rekindle.errors import InvalidRequest
 OPEN, DONE, FIRST = "session = await rekindle.open(", "Write done.text", "Pass the prompt first and without a name"
 CHAT, SAMPLING, DEVICE = "reply = await session.chat(messages)", "rekindle.Sampling", "JAX's default device"
 TRAIN, ADAPTER, PADDED = "logits, params = session.trainable()", "await session.load_adapter(", "nothing is padded"
+LANGCHAIN = 'ChatOpenAI(base_url=server.url + "/v1"'
+SAY = "reply = await chat.say(text)"
 TUNE = 'await session.tune("mine", data, rank=8)'
 ROLE = "[{'role': 'user', 'content': 'hi'}]"
 # What is written, and words of the answer that say what to write here.
@@ -180,6 +193,18 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.generate('hi', top_logprobs=3)": "logprobs=k",
         "await session.generate('hi', user='me')": "salt",
     },
+    "langchain": {
+        "from rekindle import ChatOpenAI": LANGCHAIN,
+        "from rekindle import HuggingFacePipeline": LANGCHAIN,
+        "rekindle.init_chat_model('tiny')": LANGCHAIN,
+        "rekindle.HumanMessage('hi')": '{"role": "user", "content": text}',
+        "rekindle.tool(print)": "tools=[function]",
+        "session.invoke('hi')": "done = await session.generate(prompt)",
+        "await session.ainvoke('hi')": "done = await session.generate(prompt)",
+        "session.batch(['hi'])": "await session.generate([prompt, prompt])",
+        "session.embed_query('hi')": "await session.embed(texts)",
+        "session.astream('hi')": "async for delta in session.stream(prompt)",
+    },
     "trainers": {
         "session.trainable(lora=8)": TUNE,
         "session.trainable('lora')": TUNE,
@@ -207,6 +232,13 @@ CELLS: dict[str, dict[str, str]] = {
         "for done in session.generate(['a', 'b']): pass": "write done = await session.generate([…])",
         "rekindle.open('tiny').generate('hi')": OPEN,
         "rekindle.Session('tiny')": OPEN,
+        "rekindle.complete('hi')": "done = await session.generate(prompt)",
+        "rekindle.login()": "HF_TOKEN",
+        "rekindle.ps()": "rekindle.local_models()",
+        "rekindle.set_seed(3)": "Pass seed=",
+        "rekindle.BitsAndBytesConfig(load_in_4bit=True)": 'quantize="int4"',
+        "rekindle.StoppingCriteria": "until=function",
+        "rekindle.version": "rekindle.__version__",
         "session.generates('hi')": "Did you mean generate?",
         "session.tokenizer.encodes('hi')": "Did you mean encode?",
         "rekindle.opens('tiny')": "Did you mean open?",
@@ -221,6 +253,23 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.load_adapter('user/lora')": "await session.load_adapter(\"mine\", 'user/lora')",
         "await session.load_adapter(source={})": 'await session.load_adapter("mine", source)',
         "await session.chat_sync('hi')": "session.chat(messages).result_sync()",
+        "'A: ' + (await session.generate('hi', max_tokens=2))": DONE,
+        "(await session.generate('hi', max_tokens=2)) + '!'": DONE,
+        "(await session.generate('hi', max_tokens=2)).strip()": "Write done.text.strip(",
+        "[d + '!' async for d in session.stream('hi', max_tokens=2)]": "Write delta.text",
+        "[d['response'] async for d in session.stream('hi', max_tokens=2)]": "Write delta.text",
+        "[d.choices[0].delta.content async for d in session.stream('hi', max_tokens=2)]": "Write delta.text",
+        "[d.strip() async for d in session.chat('hi', max_tokens=2)]": "Write delta.text.strip(",
+        "session.conversation()('hi')": SAY,
+        "session.start_chat()": "chat = session.conversation()",
+        "session.count_tokens('hi')": "len(session.tokenizer.encode(text))",
+        "session.max_model_len": "session.config.max_model_len",
+        "session.quantize('int4')": 'quantize="int4"',
+        "session.tokenizer.from_pretrained('tiny')": OPEN,
+        "rekindle.models.list()": "rekindle.local_models()",
+        "(await session.generate('hi', max_tokens=2)).usage['prompt_tokens']": "Write done.usage.prompt_tokens",
+        "await session.conversation().send('hi')": SAY,
+        "session.conversation().append({'role': 'user', 'content': 'hi'})": "session.conversation(messages)",
     },
 }
 EVERY = [pytest.param(cell, words, id=f"{source}: {cell}") for source in CELLS for cell, words in CELLS[source].items()]
@@ -245,7 +294,7 @@ def run(cell: str, session: Session) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(EVERY) >= 68 and len(CELLS) == 7
+    assert len(EVERY) >= 68 and len(CELLS) == 8
 
 
 @pytest.mark.parametrize(("cell", "words"), EVERY)
@@ -259,6 +308,7 @@ def test_the_answer_says_what_to_write(cell: str, words: str, session: Session) 
 def test_names_that_exist_are_in_no_table(session: Session) -> None:
     done = session.generate_sync("hi", max_tokens=1)
     tables = (MODULE, rekindle), (SESSION, Session), (TOKENIZER, Tokenizer), (COMPLETION, type(done)), (MESSAGE, dict)
+    tables += (DELTA, TextDelta), (CONVERSATION, Conversation)
     for table, owner in (*tables, (CLASS, Session)):
         assert not [name for name in table if name in dir(owner)]
         assert all(fix[0].isupper() and not fix.endswith(".") for fix in table.values())
@@ -308,6 +358,8 @@ def test_a_cell_that_waits_in_a_way_of_scripts_is_told_how_cells_wait(
         "1 + 1": "",
         "import rekindle\nsession = await rekindle.open_sync('tiny', precompile='lazy')": cell_errors.SYNC,
         "open_sync = 3\nawait open_sync": "",
+        "class A:\n    def generate(self): pass\n(await A().generate)('hi')": cell_errors.CALLED,
+        "class A:\n    def other(self): pass\n(await A().other)('hi')": "",
     }
     for cell, explained in cells.items():
         result = asyncio.run(shell.run_cell_async(cell, transformed_cell=cell))

@@ -12,7 +12,7 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, Unpack
 
 from rekindle._src.calls import content
 from rekindle._src.calls.call import Call
@@ -22,6 +22,7 @@ from rekindle._src.calls.tool_loop import ToolLoop, message_table, text_of
 from rekindle._src.capabilities.overflow.turns import PINNED, turns_of
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
+from rekindle._src.core.foreign_calls import CONVERSATION, ForeignNames
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -160,13 +161,15 @@ def read(path: str | os.PathLike[str]) -> list[Message]:
     return messages
 
 
-class Conversation:
+class Conversation(ForeignNames):
     """A chat with its messages. Make one with `session.conversation()`.
 
     A turn is a message of the user's and the answer to it. It belongs to the conversation once the answer is complete:
     a turn that fails or is cancelled leaves nothing. A stream that is left early keeps the text that came until then.
     One turn is answered at a time.
     """
+
+    _foreign = CONVERSATION
 
     def __init__(
         self, session: Chats, front: Front, messages: Sequence[Mapping[str, object]], options: Mapping[str, object]
@@ -363,6 +366,11 @@ class Conversation:
         if not isinstance(text, str) or not (text or own):
             raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str, without a name")
         return [{"role": "user", "content": content.message_content(text, content.read(self._front, own))}]
+
+    if not TYPE_CHECKING:
+
+        def __call__(self, *text: object, **options: object) -> NoReturn:
+            raise TypeError(f"a conversation is no function. {CONVERSATION['ask']}")
 
     def _users(self) -> list[int]:
         """Return the indices at which turns begin. Raise while a turn is being answered."""

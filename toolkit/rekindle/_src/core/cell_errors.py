@@ -8,7 +8,11 @@ from typing import Any
 _NESTED = ("asyncio.run() cannot be called from a running event loop", "This event loop is already running")
 _AWAITED = "can't be used in 'await' expression"
 HINT = "rekindle: a notebook runs its own event loop. Write `await main()` in the cell, in place of asyncio.run(main())"
+CALLED = (
+    "rekindle: `await` takes a call with its arguments. Write `await session.generate(prompt)`, without other brackets"
+)
 SYNC = "rekindle: calls with names that end in _sync wait by themselves. Leave out `await`, or leave out _sync"
+_CALLS = (".generate", ".chat", ".embed", ".say")  # methods whose call is awaited
 _explained: list[object] = []  # shells whose cells are followed
 
 
@@ -30,3 +34,5 @@ def _explain(result: Any) -> None:
         cell = getattr(getattr(result, "info", None), "raw_cell", "")
         if isinstance(cell, str) and "_sync(" in cell:
             print(SYNC, file=sys.stderr)
+        elif isinstance(cell, str) and str(error).startswith("object method") and any(name in cell for name in _CALLS):
+            print(CALLED, file=sys.stderr)

@@ -16,6 +16,10 @@ _CLIENT = (
     f"{_OPEN}; then await session.chat(messages). OpenAI's own client takes a server's address: "
     'server = await session.serve(), and OpenAI(base_url=server.url + "/v1", api_key="-")'
 )
+_LANGCHAIN = (
+    f"{_OPEN}. LangChain's own ChatOpenAI takes a server's address: server = await session.serve(), and "
+    'ChatOpenAI(base_url=server.url + "/v1", api_key="-")'
+)
 _SAMPLING = "Write rekindle.Sampling(temperature=0.8), or pass the same keywords to the call"
 _ADAPTER = 'Write await session.load_adapter("mine", folder), and adapter="mine" in calls'
 _TUNE = 'Write await session.tune("mine", data, rank=8) for an adapter, and adapter="mine" in calls'
@@ -24,11 +28,17 @@ _TOKENIZER = "Write session.tokenizer, which has encode(text) and decode(ids)"
 MODULE: dict[str, str] = {
     **dict.fromkeys(
         ("load", "load_model", "from_pretrained", "LLM", "AsyncLLM", "LLMEngine", "AsyncLLMEngine", "Engine", "Llama",
-         "Model", "model", "init", "create", "PeftModel", "EngineArgs", "AsyncEngineArgs"), _OPEN),
+         "Model", "model", "init", "create", "PeftModel", "EngineArgs", "AsyncEngineArgs", "Ollama", "llm", "connect"),
+        _OPEN),
     **dict.fromkeys(("pipeline", "Pipeline", "TextGenerationPipeline", "run"), _PROMPT),
-    **dict.fromkeys(("OpenAI", "AsyncOpenAI", "Client", "AsyncClient", "ChatCompletion"), _CLIENT),
+    **dict.fromkeys(("OpenAI", "AsyncOpenAI", "Client", "AsyncClient", "ChatCompletion", "client"), _CLIENT),
+    **dict.fromkeys(
+        ("ChatOpenAI", "ChatOllama", "OllamaLLM", "LlamaCpp", "ChatLlamaCpp", "HuggingFacePipeline", "ChatHuggingFace",
+         "HuggingFaceEndpoint", "VLLM", "init_chat_model", "llms"), _LANGCHAIN),
     **dict.fromkeys(("SamplingParams", "GenerationConfig"), _SAMPLING),
-    **dict.fromkeys(("list", "ls", "list_models", "models_list"), "Write rekindle.local_models(), or `rekindle ls`"),
+    **dict.fromkeys(
+        ("list", "ls", "list_models", "models_list", "show", "ps", "tags"),
+        "Write rekindle.local_models(), or `rekindle ls`"),
     **dict.fromkeys(
         ("pull", "download", "snapshot_download"),
         "Write `rekindle pull NAME` in a terminal; rekindle.open(hub_id) downloads it, too"),
@@ -39,12 +49,30 @@ MODULE: dict[str, str] = {
         ("TextStreamer", "TextIteratorStreamer"), "Write async for delta in session.stream(prompt): print(delta.text)"),
     "RequestOutput": "The result of await session.generate(prompt) is a rekindle.Completion, with done.text",
     "embeddings": "Write session = await rekindle.open(…), then await session.embed(texts)",
+    **dict.fromkeys(("login", "notebook_login"), "Set HF_TOKEN, or run `hf auth login`: rekindle.open(hub_id) uses it"),
+    **dict.fromkeys(
+        ("BitsAndBytesConfig", "GPTQConfig", "QuantoConfig", "AwqConfig"),
+        'Write session = await rekindle.open(model, quantize="int4")'),
+    **dict.fromkeys(("TrainingArguments", "SFTConfig", "GRPOConfig", "DPOConfig"), f"{_OPEN}. {_TUNE}"),
+    **dict.fromkeys(
+        ("StoppingCriteria", "StoppingCriteriaList"),
+        "Pass stop=[…] or until=function to await session.generate(prompt)"),
+    **dict.fromkeys(("set_seed", "manual_seed", "seed"), "Pass seed=… to rekindle.open or to a call"),
+    **dict.fromkeys(
+        ("HumanMessage", "SystemMessage", "AIMessage", "Message", "ChatMessage", "ChatPromptTemplate"),
+        'Write {"role": "user", "content": text}, or "system" or "assistant" as the role'),
+    **dict.fromkeys(
+        ("tool", "Tool", "Agent", "agent", "function_tool"),
+        "Pass functions: await session.chat(messages, tools=[function])"),
+    **dict.fromkeys(("no_grad", "inference_mode"), "Leave it out: nothing keeps gradients unless it is asked to"),
+    **dict.fromkeys(("server", "api", "app"), "Write server = await session.serve(port=8000)"),
+    "version": "Write rekindle.__version__",
 }  # fmt: skip
 TINY: dict[str, str] = {"train_lora": f'{_TUNE}, with session = await rekindle.open("tiny")'}
 _LOAD = "Write rekindle.models.load(folder), or session = await rekindle.open(folder) to generate"
 MODELS: dict[str, str] = dict.fromkeys(
     ("from_pretrained", "open", "read", "AutoModel", "AutoModelForCausalLM", "load_model", "get"), _LOAD
-)
+) | dict.fromkeys(("list", "retrieve"), "Write rekindle.local_models(), or `rekindle ls`")
 _CLASSES = (
     (("Tokenizer", "TokenizerFast"), _TOKENIZER),
     (("Processor", "FeatureExtractor"), "Pass pictures as they are: await session.generate(prompt, images=[picture])"),
@@ -89,7 +117,12 @@ SESSION: dict[str, str] = {
     **dict.fromkeys(("reset", "reset_prefix_cache", "clear_cache", "empty_cache", "flush_cache"), _CLEAR),
     **dict.fromkeys(("unload", "shutdown", "stop", "exit", "quit", "terminate", "release"), _CLOSE),
     **dict.fromkeys(("launch", "run_server", "start_server"), "Write server = await session.serve(port=8000)"),
-    **dict.fromkeys(("n_ctx", "max_length", "context_length"), "Write session.config.max_model_len"),
+    "quantize": 'Write session = await rekindle.open(model, quantize="int4")',
+    **dict.fromkeys(
+        ("start_chat", "create_chat_session", "chat_session", "new_chat"),
+        "Write chat = session.conversation(), and await chat.say(text)"),
+    **dict.fromkeys(("count_tokens", "get_num_tokens"), "Write len(session.tokenizer.encode(text))"),
+    **dict.fromkeys(("n_ctx", "max_length", "context_length", "max_model_len"), "Write session.config.max_model_len"),
     **dict.fromkeys(("n_vocab", "vocab_size"), "Write session.tokenizer.vocab_size"),
     "history": "Write chat = session.conversation(), await chat.say(text), and chat.messages",
     "wake_up": "Write await session.wake()",
@@ -123,11 +156,16 @@ TOKENIZER: dict[str, str] = {
     **dict.fromkeys(
         ("vocab", "get_vocab"), "Write session.tokenizer.backend.get_vocab(), or session.tokenizer.vocab_size"),
     "chat_template": "Write session.chat_template",
+    "from_pretrained": f"{_OPEN}, and session.tokenizer",
     "model_max_length": "Write session.config.max_model_len",
     "save_pretrained": "Write path.write_bytes(session.tokenizer.definition()), a tokenizer.json",
 }  # fmt: skip
 
 _TEXT = "Write done.text"
+STRINGS = (
+    "strip", "lstrip", "rstrip", "split", "splitlines", "lower", "upper", "replace", "startswith", "endswith", "find",
+    "join", "encode", "partition", "removeprefix", "removesuffix",
+)  # fmt: skip
 COMPLETION: dict[str, str] = {
     **dict.fromkeys(
         ("generated_text", "response", "output", "output_text", "result", "answer", "completion", "sequences"), _TEXT),
@@ -140,6 +178,27 @@ COMPLETION: dict[str, str] = {
     **dict.fromkeys(("model_dump", "to_dict", "dict", "json"), "Write dataclasses.asdict(done.usage), or done.text"),
     "think": "Write reply.reasoning",
     "thinking": "Write reply.reasoning",
+    **{name: f"Write done.text.{name}(…)" for name in STRINGS},
+}  # fmt: skip
+
+DELTA: dict[str, str] = {
+    **dict.fromkeys(
+        ("choices", "delta", "response", "message", "generated_text", "output", "token", "outputs", "chunk"),
+        "Write delta.text, or delta.content without a chat's reasoning"),
+    "usage": "Write done = await handle after the stream of handle = session.generate(prompt), and done.usage",
+    **{name: f"Write delta.text.{name}(…)" for name in STRINGS},
+}  # fmt: skip
+
+_SAY = "Write reply = await chat.say(text), and reply.content"
+CONVERSATION: dict[str, str] = {
+    **dict.fromkeys(
+        ("send", "send_message", "chat", "ask", "invoke", "ainvoke", "predict", "run", "generate", "prompt", "respond",
+         "completions", "create"), _SAY),
+    **dict.fromkeys(("astream", "stream_chat", "send_stream"), "Write async for delta in chat.stream(text)"),
+    **dict.fromkeys(("append", "add", "add_message", "add_user_message", "extend", "history", "get_history", "memory"),
+        "Write chat.messages for a copy of them; session.conversation(messages) begins with messages of your own"),
+    **dict.fromkeys(("reset", "clear", "restart"), "Write chat = session.conversation() for an empty one"),
+    **dict.fromkeys(("response", "last"), 'Write chat.messages[-1]["content"]'),
 }  # fmt: skip
 
 MESSAGE: dict[str, str] = {
@@ -157,6 +216,8 @@ def of_module(name: str, known: Iterable[str]) -> str:
     fix = MODULE.get(name) or next((fix for endings, fix in _CLASSES if name.endswith(endings)), "")
     if not fix and name.startswith("Auto"):
         fix = _OPEN
+    if not fix and name in SESSION:
+        fix = f"{_OPEN}. {SESSION[name]}"
     return f". {fix}" if fix else _suggestion(name, known, 0.75)
 
 

@@ -21,7 +21,7 @@ from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
-from rekindle._src.core.foreign_calls import COMPLETION, ForeignNames
+from rekindle._src.core.foreign_calls import COMPLETION, DELTA, ForeignNames
 from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.prefix import PageNamespace, Prefix
@@ -442,7 +442,7 @@ class TokenEvent(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class TextDelta(Record):
+class TextDelta(Record, ForeignNames):
     """An item of a stream: text that is final, with the tokens that became final with it."""
 
     request_id: str
@@ -457,6 +457,18 @@ class TextDelta(Record):
     events: tuple[ReplyEvent, ...] | None = None
     captured: Captured | None = None  # of the positions that were computed since the delta before, if requested
     weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
+
+    _foreign = DELTA
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: object) -> NoReturn:
+            raise TypeError(f"a delta has no items. {DELTA.get(name, 'Write delta.text')}")
+
+        def __add__(self, other: object) -> NoReturn:
+            raise TypeError("a delta is no text. Write delta.text")
+
+        __radd__ = __add__
 
     @property
     def content(self) -> str:
@@ -488,6 +500,11 @@ class Usage(Record):
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
+
+    if not TYPE_CHECKING:
+
+        def __getitem__(self, name: object) -> NoReturn:
+            raise TypeError(f"a usage has no items. Write done.usage.{name}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -553,6 +570,11 @@ class Completion(Drawable, ForeignNames):
 
         def __getitem__(self, name: object) -> NoReturn:
             raise TypeError(f"a completion has no items. {COMPLETION.get(name, 'Write done.text')}")
+
+        def __add__(self, other: object) -> NoReturn:
+            raise TypeError("a completion is no text. Write done.text")
+
+        __radd__ = __add__
 
     @property
     def parsed(self) -> Any:
