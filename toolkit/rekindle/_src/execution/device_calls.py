@@ -124,7 +124,7 @@ class DeviceCalls:
         self._reported = _ErrorReporter(self)
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.recipes.width) if programs.recipes.resident else None
-        self._reads: list[Array] = []  # an array of each program that reads pages, until it is known to have ended
+        self._reads: list[Any] = []  # an array of each program that reads pages, until it is known to have ended
         self._renew()
 
     def program(self, key: Key) -> CompiledProgram:
@@ -228,7 +228,7 @@ class DeviceCalls:
     def _reading(self, program: CompiledProgram, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
-            self._reads = [*(array for array in self._reads if not array.is_ready()), payload[0]]
+            self._reads = [*(array for array in self._reads if not array.is_ready()), *payload[:1]]
             if self.programs.recipes.pinned and pinned:
                 payload = host_pages.begin_to_host(self.programs.recipes.parts, payload)
             elif self._copies:
@@ -301,8 +301,8 @@ class DeviceCalls:
 
     def at_rest(self) -> paged.KV:
         """Return the pages once no program reads or writes them, for `page_memory`."""
-        self.wait((self.kv, self._reads))
-        self._reads = []
+        reads, self._reads = self._reads, []
+        self.wait((self.kv, reads))
         return self.kv
 
     def replace_weights(self, leaves: Sequence[Array]) -> None:

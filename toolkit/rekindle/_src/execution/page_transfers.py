@@ -66,7 +66,7 @@ class PageTransfers:
         Pages are whole even where several processes hold parts of them.
         """
         if moves and self._calls.programs.moved_by_host([Helper(GATHER.kind, size) for size in self._sizes]):
-            return _each(page_memory.read_pages(self._calls.at_rest(), [move.page for move in moves]))
+            return _each(page_memory.read_pages(self._calls.at_rest(), [move.page for move in moves]), len(moves))
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
         for batch, payload in [
@@ -215,7 +215,7 @@ class SideTransfers:
     def read(self, slots: Sequence[int]) -> list[paged.Payload]:
         """Return the entries in slots; called between steps."""
         if slots and self._calls.programs.moved_by_host([self._plan.read_out]):
-            return _each(self._plan.read_in_place(self._calls.at_rest(), slots))
+            return _each(self._plan.read_in_place(self._calls.at_rest(), slots), len(slots))
         leaving = self.read_out([PageMove(slot, b"") for slot in slots])
         return [entry for batch, payload in leaving for entry in self._arrived(batch, payload)]
 
@@ -286,9 +286,9 @@ def _stored(store: PayloadStore | None, move: PageMove, kind: str) -> paged.Payl
         ) from None
 
 
-def _each(whole: paged.Payload) -> list[paged.Payload]:
-    """Return the payload of each page, as views of one for all of them."""
-    return [tuple(array[at : at + 1] for array in whole) for at in range(len(whole[0]))]
+def _each(whole: paged.Payload, count: int) -> list[paged.Payload]:
+    """Return the payloads of `count` pages, as views of one for all of them; a model without pages has no arrays."""
+    return [tuple(array[at : at + 1] for array in whole) for at in range(count)]
 
 
 def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:
