@@ -197,6 +197,8 @@ CELLS: dict[str, dict[str, str]] = {
         "from rekindle import ChatOpenAI": LANGCHAIN,
         "from rekindle import HuggingFacePipeline": LANGCHAIN,
         "rekindle.init_chat_model('tiny')": LANGCHAIN,
+        "rekindle.open('tiny', model_kwargs={})": "Pass its entries as keywords",
+        "rekindle.open('tiny', system='Be brief')": "session.conversation(system)",
         "rekindle.HumanMessage('hi')": '{"role": "user", "content": text}',
         "rekindle.tool(print)": "tools=[function]",
         "session.invoke('hi')": "done = await session.generate(prompt)",

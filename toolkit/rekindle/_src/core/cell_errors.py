@@ -8,9 +8,7 @@ from typing import Any
 _NESTED = ("asyncio.run() cannot be called from a running event loop", "This event loop is already running")
 _AWAITED = "can't be used in 'await' expression"
 HINT = "rekindle: a notebook runs its own event loop. Write `await main()` in the cell, in place of asyncio.run(main())"
-CALLED = (
-    "rekindle: `await` takes a call with its arguments. Write `await session.generate(prompt)`, without other brackets"
-)
+CALLED = "rekindle: `await` takes a call with its arguments. Write `done = await session.generate(prompt)`"
 SYNC = "rekindle: calls with names that end in _sync wait by themselves. Leave out `await`, or leave out _sync"
 _CALLS = (".generate", ".chat", ".embed", ".say")  # methods whose call is awaited
 _explained: list[object] = []  # shells whose cells are followed

@@ -151,6 +151,8 @@ _SERVE = Hint("", "Leave it out here: server = await session.serve(port=8000), o
 _DRAFTS = Hint("drafts", "Use drafts with its folder, file or hub id")
 _CALLS = Hint("", "Leave it out here; each call of session.chat takes a template=… in its place")
 OPEN: dict[str, Hint] = {
+    **dict.fromkeys(("system", "system_prompt", "instructions"), _CHAT),
+    **dict.fromkeys(("model_kwargs", "engine_args", "options"), Hint("", "Pass its entries as keywords")),
     "torch_dtype": _DTYPE,
     "param_dtype": _DTYPE,
     "kv_cache_dtype": Hint("kv_dtype", "Use kv_dtype with the same value, such as kv_dtype='int8'"),
