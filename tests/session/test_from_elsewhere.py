@@ -8,6 +8,7 @@ import copy
 import inspect
 import json
 import pickle
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 import rekindle
 from helpers.small import TINY
-from rekindle import Session
+from rekindle import Capture, Session
 from rekindle._src.calls.conversation import Conversation
 from rekindle._src.calls.embedding import EMBEDS, _say_untrained
 from rekindle._src.core import cell_errors
@@ -30,6 +31,8 @@ from rekindle._src.core.foreign_calls import (
     SESSION,
     TOKENIZER,
 )
+from rekindle._src.core.foreign_names import OPEN as OPENING
+from rekindle._src.core.foreign_names import SAMPLING as OPTIONS
 from rekindle._src.core.records import TextDelta
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.text.tokenizer import Tokenizer
@@ -87,7 +90,7 @@ CELLS: dict[str, dict[str, str]] = {
         "await session.generate('hi', do_sample=True)": "temperature=0",
         "await session.generate('hi', num_beams=4)": "Beam search is not implemented",
         "await session.generate('hi', streamer=print)": "async for delta in session.stream(prompt)",
-        "await session.generate('hi', output_hidden_states=True)": 'capture={"residual": True}',
+        "await session.generate('hi', output_hidden_states=True)": 'capture={"residual": "all"}',
         "await session.generate('hi', output_attentions=True)": "session.view.attention(prompt)",
         "await session.generate('hi', output_scores=True)": "logprobs=5",
         "await session.generate('hi', return_dict_in_generate=True)": "Leave it out",
@@ -314,6 +317,14 @@ def test_names_that_exist_are_in_no_table(session: Session) -> None:
     for table, owner in (*tables, (CLASS, Session)):
         assert not [name for name in table if name in dir(owner)]
         assert all(fix[0].isupper() and not fix.endswith(".") for fix in table.values())
+
+
+def test_captures_that_are_advised_can_be_made() -> None:
+    advice = [*SESSION.values(), *COMPLETION.values(), *(hint.fix for hint in (*OPTIONS.values(), *OPENING.values()))]
+    advised = [found for fix in advice for found in re.findall(r"capture=({[^}]*})", fix)]
+    assert len(advised) > 3
+    for found in advised:
+        Capture(ast.literal_eval(found))
 
 
 def test_tools_that_probe_an_object_learn_nothing_else(session: Session) -> None:

@@ -87,7 +87,7 @@ _STREAM = "Write async for delta in session.stream(prompt), and delta.text"
 _CLOSE = "Write await session.aclose(), or session.close() without an event loop"
 _CLEAR = "Write await session.cache.clear()"
 _ENCODE = "Write session.tokenizer.encode(text)"
-_CAPTURE = 'Write done = await session.generate(prompt, capture={"residual": True}), and done.captured'
+_CAPTURE = 'Write done = await session.generate(prompt, capture={"residual": "all"}), and done.captured'
 SESSION: dict[str, str] = {
     **dict.fromkeys(("to", "cuda", "cpu", "device", "half", "float", "bfloat16"), _DEVICE),
     **dict.fromkeys(("eval", "compile", "warmup"), "Leave it out: a session is ready when it is open"),
@@ -174,7 +174,9 @@ COMPLETION: dict[str, str] = {
     **dict.fromkeys(("tokens", "output_ids", "output_token_ids"), "Write done.token_ids, or done.token_texts"),
     **dict.fromkeys(("input_ids", "prompt_ids"), "Write done.prompt_token_ids"),
     **dict.fromkeys(("scores", "cumulative_logprob", "top_logprobs"), "Pass logprobs=5, and write done.logprobs"),
-    **dict.fromkeys(("hidden_states", "attentions", "logits"), 'Pass capture={"residual": True}: done.captured'),
+    "hidden_states": 'Pass capture={"residual": "all"}, and write done.captured',
+    "logits": 'Pass capture={"logits": -1}, and write done.captured',
+    "attentions": "Write await session.view.attention(prompt)",
     **dict.fromkeys(("model_dump", "to_dict", "dict", "json"), "Write dataclasses.asdict(done.usage), or done.text"),
     "think": "Write reply.reasoning",
     "thinking": "Write reply.reasoning",

@@ -23,7 +23,7 @@ _FIRST = Hint(
     "", "Pass the prompt first and without a name: session.generate(prompt), a text, token ids or a list of them"
 )
 _STREAM = Hint("", "Leave it out and write async for delta in session.stream(prompt), or in session.chat(messages)")
-_HIDDEN = Hint("capture", 'Use capture={"residual": True}, or the layers in its place; done.captured has the arrays')
+_HIDDEN = Hint("capture", 'Use capture={"residual": "all"}, or numbers of layers; done.captured has the arrays')
 _SCORES = Hint("logprobs", "Use logprobs=5 for the most likely tokens of each position: done.logprobs has them")
 _NO_BEAMS = Hint("n", "Beam search is not implemented: n with a temperature above 0 draws several completions")
 _NO_MASK = Hint("", "Leave it out: nothing is padded, and prompts of any lengths run together")
