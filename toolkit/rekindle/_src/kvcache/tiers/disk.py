@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from rekindle._src.core import words
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, order_of_use, remove, set_aside
 from rekindle._src.core.drawable import Record
 from rekindle._src.kvcache.persist.identity import Identity, verify
@@ -242,12 +243,13 @@ class DiskTier:
             free = shutil.disk_usage(self.pages_folder).free
             if free < 2 * size:
                 raise StoreError(
-                    f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space"
+                    f"{words.mebibytes(size)} of pages were not saved: they need twice that, and "
+                    f"{words.mebibytes(free)} are free in {self.pages_folder}. Free some space"
                 )
             self._write(new)
         except OSError as error:
             raise StoreError(
-                f"{size >> 20} MiB of pages were not saved: {error}. Free some space, or check the disk"
+                f"{words.mebibytes(size)} of pages were not saved: {error}. Free some space, or check the disk"
             ) from error
         self.written += len(new)
         return len(new)
