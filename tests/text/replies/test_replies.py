@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import time
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers.replies import CONTENT, EXAMPLES, TOOLS, Example, said
+from helpers.replies import CONTENT, EXAMPLES, THINK, TOOLS, Example, said
 from rekindle._src.text.replies import (
     ContentDelta,
     ReasoningDelta,
@@ -51,6 +52,28 @@ def test_every_split_in_two_and_every_character_alone_give_the_same(example: Exa
     for at in range(len(text) + 1):
         assert fold(events_of(example.format, [text[:at], text[at:]], opened=example.opened)) == whole, at
     assert fold(events_of(example.format, list(text), opened=example.opened)) == whole
+
+
+MARKED = [name for name, syntax in SYNTAXES.items() if syntax.openers and not any(one.bare for one in syntax.openers)]
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_a_call_that_is_cut_leaves_the_one_before_it_whole(family: str) -> None:
+    """The prompt opens reasoning, the model forgets to close it, and `max_tokens` ends the second of its calls.
+
+    The closing tag of the first one stayed in the content, or both were taken for reasoning.
+    """
+    (city, other), format = ({"city": "Rome"}, {"city": "Paris"}), FORMATS[family]
+    first, second = (SYNTAXES[family].write([("weather", arguments)]) for arguments in (city, other))
+    if format.reasoning is None:
+        format = dataclasses.replace(format, reasoning=THINK)
+    for stop in range(1, len(second)):
+        events = events_of(format, [f"Hm.\n{first}\n{second[:stop]}"], opened=True)
+        content, reasoning, calls = said(fold(events))
+        assert (reasoning, calls[0]) == ("Hm.", ("weather", city)), stop
+        assert second[:stop].startswith(content.strip()) and calls[1:] in ([], [("weather", other)]), stop
+        if stop % 5 == 0:
+            assert fold(events_of(format, [*f"Hm.\n{first}\n{second[:stop]}"], opened=True)) == fold(events)
 
 
 @pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")

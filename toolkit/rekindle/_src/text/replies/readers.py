@@ -111,7 +111,7 @@ def deepseek(calls: Calls, only_known: bool) -> Reading[None]:
     if not name or (only_known and name not in calls.known):
         raise MalformedCall
     calls.emit(named_call(name, (yield from read_arguments(calls, name))))
-    if fenced and (yield from take(source, "```")):
+    if fenced and (yield from close(source, "```")):
         calls.keep()
 
 

@@ -230,8 +230,9 @@ class ReplyScanner:
             elif not marks.ended_by_calls:
                 source.mark()
                 source.at += len(match[1])
-                if not (yield from self._ends_with_calls(self._call_openers[match[1]])):
-                    continue
+                if (yield from self._ends_with_calls(self._call_openers[match[1]])):
+                    return
+                continue
             self._gap.clear()
             self._after_marker = True
             return
@@ -259,17 +260,16 @@ class ReplyScanner:
         cut = False
         try:
             yield from opener.read(self)
-            self.keep()
+            self.keep()  # its closing tag, too, before the next one may be cut
             while (yield from take(source, opener.text)):
                 yield from opener.read(self)
                 self.keep()
             yield from skip_space(source)
-            complete = (yield from peek(source)) == ""
-            if not complete and opener.text.startswith(source.text[source.at :]):
-                cut = complete = True  # amid the mark of the next call
-                source.at = len(source.text)
+            complete = (yield from peek(source)) == "" or (
+                source.ended and opener.text.startswith(source.text[source.at :])
+            )
         except MalformedCall:
-            cut = complete = bool(held) and source.ended and source.at >= len(source.text)
+            cut = complete = bool(held) and source.ended  # the reader has waited for more text
         self._pending_calls = None
         rest = source.since_mark()
         if complete:
