@@ -77,6 +77,20 @@ def test_a_call_that_is_cut_leaves_the_one_before_it_whole(family: str) -> None:
 
 
 @pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
+def test_ranges_of_reasoning_hold_its_text(example: Example) -> None:
+    text, found = example.text, []
+    for size in (len(text) + 1, 1, 3):
+        scanner = example.format.scanner(tools=TOOLS, reasoning_open=example.opened, seed=b"seed")
+        for at in range(0, len(text), size):
+            scanner.feed(text[at : at + size])
+        scanner.finish()
+        found.append(scanner.thoughts)
+    assert found == found[:1] * 3
+    inside = "".join(text[begin:end] for begin, end in found[0])
+    assert "".join(inside.split()) == "".join(example.reasoning.split())
+
+
+@pytest.mark.parametrize("example", WHOLE, ids=lambda example: f"{example.family}: {example.text[:40]!r}")
 def test_calls_in_pieces_are_the_same_calls_in_every_split(example: Example) -> None:
     text, opened = example.text, example.opened
     cuts = ([text], list(text), *([text[:at], text[at:]] for at in range(len(text))))

@@ -228,6 +228,11 @@ class DetokenizerLike(Protocol):
     tokens: int  # pushed, up to the one that completed a stop string
     released: int  # of them, the tokens with text that was returned
 
+    @property
+    def ends(self) -> Sequence[int]:
+        """The number of characters decoded when each of them had arrived."""
+        ...
+
     def push(self, token_ids: Sequence[int]) -> tuple[str, str | None]:
         """Return the text that became final with these tokens, and the stop string that ended it, or None."""
         ...

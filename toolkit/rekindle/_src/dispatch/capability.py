@@ -7,7 +7,7 @@ and name none. What carries on from there reads its extension: a follower in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from rekindle._src.core.extension import NONE, Extension, Extensions
@@ -29,6 +29,7 @@ class SequenceEnd(NamedTuple):
     reason: FinishReason
     text: str
     tokens: list[int]
+    ends: Sequence[int]  # of each token with a text, the place of its end in all decoded text
 
 
 class Part(Generic[E]):

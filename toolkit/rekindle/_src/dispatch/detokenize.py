@@ -201,7 +201,7 @@ class OutputState(Output):
         for part in self.parts:
             if (outcome := part.outcome(usage, timings)) is not None:
                 return outcome
-            fields |= part.completion(SequenceEnd(reason, text, self._tokens))
+            fields |= part.completion(SequenceEnd(reason, text, self._tokens, self._detokenizer.ends))
         usage = dataclasses.replace(usage, reasoning_tokens=fields.pop("reasoning_tokens", 0))
         timings = dataclasses.replace(timings, reasoning=fields.pop("reasoning_seconds", 0.0))
         return Completion(

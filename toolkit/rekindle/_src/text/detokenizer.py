@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -69,6 +70,7 @@ class Detokenizer:
         self.stopped: str | None = None
         self.tokens = 0  # pushed so far, except those after a completed stop string
         self.released = 0
+        self.ends = array("Q")  # characters decoded when each token had arrived
 
     def push(self, token_ids: Sequence[int]) -> FinalText:
         """Decode the next tokens. After a stop string, tokens are ignored and no more text is returned."""
@@ -78,6 +80,7 @@ class Detokenizer:
                 break
             self.tokens += 1
             text.append(self._take(self._stream.push(token_id), final=False))
+            self.ends.append(self._decoded)
         return FinalText("".join(text), self.stopped)
 
     def flush(self) -> str:

@@ -47,6 +47,7 @@ class WatchedText:
         self.stopped: str | None = None
         self.tokens = 0  # pushed so far, except those after the end
         self.released = 0  # of them, with fully delivered text
+        self.ends = inner.ends
 
     def push(self, token_ids: Sequence[int]) -> FinalText:
         """Decode the next tokens. After an end, tokens are ignored and no more text is returned."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,9 +18,6 @@ from rekindle._src.dispatch.capability import Capability, Fields, Part, Sequence
 if TYPE_CHECKING:
     from rekindle._src.text.replies import ReplyPlan, ReplyScanner
     from rekindle._src.text.replies.history import WrittenReplies
-
-
-_COUNTED = 8_192  # characters of reasoning that are encoded at a time to count their tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +58,7 @@ class ReplyIntake(Capability[None]):
             return None
         scanner = reply.plan.scanner(submission.text or "", request.token_ids.tobytes(), request.sampling.seed)
         keep = partial(self._keep, request, submission.caller, reply.plan, front)
-        count = partial(_tokens_in, front)
-        return ReplyOutput(scanner, reply.plan.visible, keep, count, reading(submission.extensions))
+        return ReplyOutput(scanner, reply.plan.visible, keep, reading(submission.extensions))
 
     def _keep(
         self, request: Request, caller: str, plan: ReplyPlan, front: Front, reply: Reply, token_ids: Sequence[int]
@@ -78,14 +75,38 @@ def _decoded(front: Front, token_ids: Sequence[int]) -> str:
     return front.tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
-def _tokens_in(front: Front, text: str) -> int:
-    return len(front.tokenizer.encode(text, add_special_tokens=False))
+_BROKEN = "\ufffd"  # the text of bytes that are no whole character
+
+
+def _tokens_within(ranges: Iterable[tuple[int, int]], end: SequenceEnd) -> int:
+    """Return the number of tokens in half-open ranges of a text. A range of whitespace counts as empty.
+
+    A token is in a range if it wrote part of it, or bytes of a character in it.
+    """
+    ends, count, last = end.ends, 0, 0
+
+    def begin_of(token: int) -> int:
+        return ends[token - 1] if token else 0
+
+    for begin, stop in ranges:
+        if not end.text[begin:stop].strip():
+            continue
+        first = bisect_left(ends, begin)
+        if first < len(ends) and begin_of(first) < begin == ends[first]:
+            first += 1
+        after = min(bisect_left(ends, stop) + 1, len(ends))
+        if after - first > 1 and begin_of(after - 1) == begin_of(after - 2):
+            # Its text may begin with that of bytes before it, which were no character.
+            rest = end.text[begin_of(after - 1) : stop]
+            after -= ends[after - 1] > stop and not rest.strip(_BROKEN)
+        count += after - max(first, last)
+        last = after
+    return count
 
 
 class ReplyOutput(Part[None]):
     __slots__ = (
-        "_began", "_clock", "_count", "_events", "_keep", "_latest", "_read_by", "_reasoning_seconds",
-        "_reasoning_tokens", "_scanner", "_uncounted", "_waiting", "visible",
+        "_began", "_clock", "_events", "_keep", "_latest", "_read_by", "_reasoning_seconds", "_scanner", "visible",
     )  # fmt: skip
 
     def __init__(
@@ -93,15 +114,11 @@ class ReplyOutput(Part[None]):
         scanner: ReplyScanner,
         visible: frozenset[str],
         keep: Callable[[Reply, Sequence[int]], None],
-        count: Callable[[str], int],
         read_by: Extensions = NONE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._scanner, self.visible = scanner, visible
-        self._count = count  # the tokens of a text
         self._read_by = read_by
-        self._reasoning_tokens = self._waiting = 0
-        self._uncounted: list[str] = []  # reasoning of so many characters that wait to be counted
         self._clock, self._reasoning_seconds = clock, 0.0
         self._began: float | None = None  # when the reasoning began that goes on
         self._latest = 0.0  # when its latest text came
@@ -114,14 +131,10 @@ class ReplyOutput(Part[None]):
         self._events += events
         for event in events:
             if isinstance(event, ReasoningDelta):
-                self._uncounted.append(event.text)
-                self._waiting += len(event.text)
                 self._latest = self._clock()
                 self._began = self._latest if self._began is None else self._began
             else:
                 self._end_reasoning()
-        if self._waiting >= _COUNTED:
-            self._count_reasoning()
         return {"events": tuple(events)}
 
     def _end_reasoning(self) -> None:
@@ -129,16 +142,11 @@ class ReplyOutput(Part[None]):
             self._reasoning_seconds += self._latest - self._began
             self._began = None
 
-    def _count_reasoning(self) -> None:
-        self._reasoning_tokens += self._count("".join(self._uncounted))
-        self._uncounted, self._waiting = [], 0
-
     def completion(self, end: SequenceEnd) -> Fields:
         reply = fold(self._events)
         if end.reason is FinishReason.EOS:
             self._keep(reply, end.tokens[:-1])
-        if self._waiting:
-            self._count_reasoning()
         self._end_reasoning()
-        counted = {"reasoning_tokens": self._reasoning_tokens, "reasoning_seconds": self._reasoning_seconds}
+        tokens = _tokens_within(self._scanner.thoughts, end)
+        counted = {"reasoning_tokens": tokens, "reasoning_seconds": self._reasoning_seconds}
         return {"reply": reply, "_read_by": self._read_by, **counted}

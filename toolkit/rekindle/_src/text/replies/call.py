@@ -34,6 +34,7 @@ class TextSource:
     def __init__(self) -> None:
         self.text: str = ""
         self.at: int = 0
+        self.base: int = 0  # characters before `text`
         self.ended: bool = False
         self._marked = 0  # the mark's place in `text`; text read since then and no longer in `text` is in `_consumed`
         self._consumed: list[str] = []
@@ -43,8 +44,14 @@ class TextSource:
         """Add text, and forget text that was read before the mark."""
         self._consumed.append(self.text[self._marked : self.at])
         self.text = self.text[self.at :] + text
+        self.base += self.at
         self.at = self._marked = 0
         self._places.clear()
+
+    @property
+    def place(self) -> int:
+        """The number of characters that were read."""
+        return self.base + self.at
 
     def find(self, literal: str) -> int:
         """Return the place of the next unread literal, or -1. No text is searched twice."""

@@ -81,6 +81,7 @@ class HarmonyScanner(ReplyScanner):
         """Take the text before the reply: the prompt from its last message on. Its events count for an open call."""
         before = prompt if prompt.endswith(continued) else prompt + continued
         events = self.feed(before[before.rfind(START) :] if START in before else continued)
+        self._begin_here()
         self._said.clear()
         if self._writing:
             first = max(at for at, event in enumerate(events) if isinstance(event, ToolCallStarted))
@@ -193,6 +194,8 @@ class HarmonyScanner(ReplyScanner):
 
     def _write_message(self, kind: Kind | None, text: str) -> None:
         if text and kind is not None:
+            if kind is ReasoningDelta:
+                self._note_thoughts(self.source.place, len(text))
             self._emit(kind, _BETWEEN + text if self._fresh and kind in self._said else text)
             self._said.add(kind)
             self._fresh = False

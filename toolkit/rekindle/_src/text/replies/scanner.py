@@ -58,6 +58,8 @@ class ReplyScanner:
         self._call_openers = {opener.text: opener for opener in of_calls if not opener.bare}
         self._marks = marks
         self._prefix = ""  # text before the reply that was fed, and is no part of it
+        self._first_place = 0  # of the reply, in characters that were fed
+        self._thoughts: list[tuple[int, int]] = []
         self._ids: set[str] = set()
         self._held: list[str] = []  # texts of calls inside of reasoning
         self._begins = _first_characters([opener.text for opener in self._openers])
@@ -91,6 +93,25 @@ class ReplyScanner:
         """Take the end of the prompt, with which the reply's syntax begins."""
         self.source.push(prefix)
         self._prefix = prefix
+        self._begin_here()
+
+    @property
+    def thoughts(self) -> list[tuple[int, int]]:
+        """The half-open ranges of the reply's characters that are reasoning, with the whitespace around it."""
+        start = self._first_place
+        return [(max(begin - start, 0), end - start) for begin, end in self._thoughts if end > start]
+
+    def _begin_here(self) -> None:
+        """Begin the reply after the text so far."""
+        self._first_place = self.source.base + len(self.source.text)
+        self._thoughts.clear()
+
+    def _note_thoughts(self, begin: int, length: int) -> None:
+        """Add a range of reasoning, which may continue the last one."""
+        end = begin + length
+        if self._thoughts and self._thoughts[-1][1] == begin:
+            begin, _ = self._thoughts.pop()
+        self._thoughts.append((begin, end))
 
     # For the readers of a family's syntax.
 
@@ -207,7 +228,9 @@ class ReplyScanner:
             pass
         if marks.header:
             yield from self._skip_header(marks.header)
+        begin = source.place
         yield from skip_space(source)
+        self._note_thoughts(begin, source.place - begin)
         last = (closing, *marks.text_begins)
         ends = (*last, *self._call_openers)
         begins = _first_characters(ends)
@@ -218,6 +241,7 @@ class ReplyScanner:
                 match = self._first(ends)
                 end = end - self._undecided(ends) if match is None else match[0]
             self._think(source.text[source.at : end])
+            self._note_thoughts(source.place, end - source.at)
             source.at = end
             if match is None:
                 if not source.ended:
@@ -229,9 +253,11 @@ class ReplyScanner:
                     pass
             elif not marks.ended_by_calls:
                 source.mark()
+                begin = source.place
                 source.at += len(match[1])
                 if (yield from self._ends_with_calls(self._call_openers[match[1]])):
                     return
+                self._note_thoughts(begin, source.place - begin)
                 continue
             self._gap.clear()
             self._after_marker = True

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ReplyEvent
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta
 from rekindle._src.text.replies.arguments import fits, kinds_of
 from rekindle._src.text.replies.call import SPACE, Known, MalformedCall, Reading, ReplyCall, json_call
 from rekindle._src.text.replies.patterns import Pattern, PatternSearch
@@ -53,7 +53,6 @@ class TemplateScanner(ReplyScanner):
         self._template = template
         self._explicit = [field for field in fields if not field.is_implicit]
         self._implicit = next((field for field in fields if field.is_implicit), None)
-        self._base = 0  # characters before the text that the source holds
         self._searches: dict[tuple[str, bool], PatternSearch] = {}
         self._region: list[str] = []  # text of the field that is open, if it is read as a whole
         self._mark = ""  # the text that opened it
@@ -67,14 +66,10 @@ class TemplateScanner(ReplyScanner):
         """Take the text before the reply: the prompt after its last anchor."""
         before = prompt if prompt.endswith(continued) else prompt + continued
         self.feed(self._template.after_anchor(before))
+        self._begin_here()
         self._outside.clear()
         self._said.clear()
         self._gaps.clear()
-
-    def feed(self, text: str) -> list[ReplyEvent]:
-        """Return the events that `text` makes final."""
-        self._base += self.source.at
-        return super().feed(text)
 
     def _read(self) -> Reading[None]:
         field, groups = self._implicit, dict[str, str]()
@@ -139,25 +134,25 @@ class TemplateScanner(ReplyScanner):
                     hits.append(_Hit(place, -len(text), closes, field.name, field, {}))
             if one.pattern is not None:
                 search = self._search((field.name, closes), one.pattern)
-                search.feed(source.text, self._base, ended=source.ended, limit=MAX_MATCH)
+                search.feed(source.text, source.base, ended=source.ended, limit=MAX_MATCH)
                 while (match := search.match) is not None and match.start == match.end:
                     if match.end == 0 and not (closes or self._begun):
                         break  # a reply may begin inside of a field, once
                     search = self._searches[field.name, closes] = PatternSearch(one.pattern, match.end + 1)
-                    search.feed(source.text, self._base, ended=source.ended, limit=MAX_MATCH)
+                    search.feed(source.text, source.base, ended=source.ended, limit=MAX_MATCH)
                 if match is not None:
-                    start = match.start - self._base
+                    start = match.start - source.base
                     groups = {
-                        name: source.text[begin - self._base : end - self._base] for name, begin, end in match.groups
+                        name: source.text[begin - source.base : end - source.base] for name, begin, end in match.groups
                     }
                     hits.append(_Hit(start, match.start - match.end, closes, field.name, field, groups))
                 elif not search.decided:
-                    hold = min(hold, search.pending - self._base)
+                    hold = min(hold, search.pending - source.base)
         return min(hits, key=lambda hit: hit[:4], default=None), hold
 
     def _search(self, key: tuple[str, bool], pattern: Pattern) -> PatternSearch:
         """Return the search for a pattern from here on: the one before if it has found nothing that is read."""
-        at, search = self._base + self.source.at, self._searches.get(key)
+        at, search = self.source.place, self._searches.get(key)
         if search is not None:
             start = search.match.start if search.match is not None else search.pending
             if start >= at or (search.decided and search.match is None):
@@ -175,6 +170,8 @@ class TemplateScanner(ReplyScanner):
         if kind is None:
             self._region.append(text)
             return
+        if kind is ReasoningDelta:
+            self._note_thoughts(self.source.place, len(text))
         if field.strip:
             text = text.lstrip(SPACE) if self._fresh and not self._goes_on(field) else text
             self._gap = self._gaps.get(field.name, [])
