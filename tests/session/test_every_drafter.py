@@ -60,6 +60,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "reasoning, adapted": {"ignore_eos": True, "reasoning_budget": 3, "adapter": "own"},
 }
 OPENS_REASONING = "{% for m in messages %}{{ m.content }}{% endfor %}<think>{% if false %}</think>{% endif %}"
+SPLIT = 4  # most tokens by which a budget waits for the end of a character: these models write any bytes
 EACH = 10  # prompts that ask for the same; every second one is drawn
 DRAFTERS = {
     "lookup": "states",
@@ -139,6 +140,10 @@ def texts(session: Session, each: int) -> dict[str, Any]:
     found: dict[str, Any] = {str(place): list(one.token_ids) for place, one in done.items()}
     several = session.generate_sync(tokens(30, seed=99), n=3, temperature=1.0, seed=5, max_tokens=18, ignore_eos=True)
     found["forks"] = [list(one.token_ids) for one in several]
+    asked: dict[str, Any] = {"template": OPENS_REASONING, "n": 3, "temperature": 1.0, "seed": 6, "max_tokens": 18}
+    thoughtful = session.chat("a b a b a", reasoning_budget=5, ignore_eos=True, **asked).result_sync()
+    assert all(reasoned(one, 5) for one in thoughtful), [one.text for one in thoughtful]
+    found["forks of reasoning"] = [list(one.token_ids) for one in thoughtful]
     fork = session.fork(done[2], at=3, seed=11)
     found["a fork of a text"] = list(fork.result_sync().token_ids)
     kind = list(REQUESTS).index("reasoning, then a schema")
@@ -148,6 +153,12 @@ def texts(session: Session, each: int) -> dict[str, Any]:
         assert tuple(found[f"a fork of reasoning at {at}"]) == done[kind].token_ids[at:], at
     session.check_integrity()
     return found
+
+
+def reasoned(done: Completion, budget: int) -> bool:
+    """True if the end of reasoning was forced after so many tokens, and those that end a character."""
+    used = done.forced.index(True) if True in done.forced else -1
+    return budget <= used <= budget + SPLIT and done.usage.reasoning_tokens == used
 
 
 def wait_for_drafts(session: Session, drafter: str) -> None:
@@ -191,3 +202,26 @@ def test_tokens_are_those_without_drafts(drafter: str, folders: dict[str, str], 
         assert few == {place: found[place] for place in few}
         stats = session.stats()
         assert stats.drafters[drafter].drafted > 0, stats.drafters
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_budgets_compile_nothing_while_serving(drafter: str, folders: dict[str, str], tmp_path: Path) -> None:
+    """Their steps are those of grammars, which are compiled ahead."""
+    name = DRAFTERS[drafter]
+    small: dict[str, Any] = {"max_requests": 2, "max_model_len": 64, "max_adapters": 0, "processors": []}
+    small |= {"precompile": "all", "structured": True, "cache_dir": str(tmp_path)}
+    drafts: dict[str, Any] = {"lookup": {"prompt_lookup": 1}}.get(drafter, {"drafts": folders.get(drafter, drafter)})
+    asked: dict[str, Any] = {"template": OPENS_REASONING, "max_tokens": 20, "temperature": 0.0, "ignore_eos": True}
+    with rekindle.open_sync(folders[name], **OPTIONS | small | drafts) as session:
+        wait_for_drafts(session, drafter)
+        before, programs = session.stats(), {program.name for program in session.programs()}
+        handles = [session.chat("a b a b", reasoning_budget=budget, **asked) for budget in (0, 3, 9)]
+        for budget, handle in zip((0, 3, 9), handles, strict=True):
+            assert reasoned(handle.result_sync(), budget), handle.text
+        session.chat("a b a b", reasoning_budget=4, n=2, **asked | {"temperature": 1.0}).result_sync()
+        session.chat("a b a b", reasoning_budget=4, schema=SCHEMA, **asked | {"ignore_eos": False}).result_sync()
+        session.fork(handles[2], at=2).result_sync()
+        after = session.stats()
+        assert after.drafters[drafter].drafted > before.drafters[drafter].drafted
+        assert {program.name for program in session.programs()} == programs
+        assert (after.traces, after.compilations) == (before.traces, before.compilations)
