@@ -71,9 +71,18 @@ class LlamaServer:
         """What it says to requests that come at once."""
         return list(self._callers.map(self._ask, asked))
 
-    def _ask(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def chat(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return its reply to a chat, in OpenAI's form."""
+        return self._ask(fields, "/v1/chat/completions")
+
+    def processor_seconds(self) -> float:
+        """Seconds of processors that it has used."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _ask(self, fields: dict[str, Any], path: str = "/completion") -> dict[str, Any]:
         request = urllib.request.Request(
-            f"{self._url}/completion", json.dumps(fields).encode(), {"Content-Type": "application/json"}
+            f"{self._url}{path}", json.dumps(fields).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=600) as reply:
