@@ -18,7 +18,7 @@ from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.shelf import keeper as keepers
 from rekindle._src.shelf.keeper import Keeper, Lease
 from rekindle._src.shelf.policy import ModelState, ShelfLimits
-from rekindle.errors import CheckpointError, InvalidRequest, OutOfMemory, QueueFull, RequestAborted, SessionClosed
+from rekindle.errors import Busy, CheckpointError, InvalidRequest, OutOfMemory, QueueFull, RequestAborted, SessionClosed
 
 pytestmark = pytest.mark.anyio
 ONE = ShelfLimits(max_loaded=1)
@@ -49,6 +49,8 @@ class FakeModel:
         self.progress = ""
         self.failure: Exception | None = None
         self.on_request: Callable[[], object] | None = None
+        self.on_wait: Callable[[], object] = str
+        self.begins = 0  # how often something begins to use it just before it would sleep
         self.threads: set[int] = set()
 
     def plan(self, memory: int | None) -> int:
@@ -69,10 +71,13 @@ class FakeModel:
     async def wake(self) -> None:
         await self._take("wake")
 
-    async def sleep(self, on_request: Callable[[], object]) -> None:
+    async def sleep(self, on_request: Callable[[], object], on_wait: Callable[[], object]) -> None:
         assert not self.live, "it is in use"
+        if self.begins > 0:
+            self.begins -= 1
+            raise Busy("a training has begun", 1.0)
         self.log.append("sleep")
-        self.on_request = on_request
+        self.on_request, self.on_wait = on_request, on_wait
         self.held.pop(self.name, None)
 
     async def close(self) -> None:
@@ -293,6 +298,25 @@ async def test_a_task_does_not_wait_for_what_it_prevents_itself(fakes: Fakes) ->
             await fakes.keeper.lease("b")
         async with fakes.use("a"):
             pass
+
+
+async def test_nor_for_a_request_of_a_sleeping_session_that_it_keeps_asleep(fakes: Fakes) -> None:
+    for name in "ab":
+        async with fakes.use(name):
+            pass
+    async with fakes.use("b"):
+        with pytest.raises(InvalidRequest, match="'b', and there is no room for both"):
+            fakes["a"].on_wait()
+        await anyio.to_thread.run_sync(fakes["a"].on_wait)  # another caller may wait for the end of this use
+    fakes["a"].on_wait()
+
+
+async def test_what_begins_to_use_a_model_before_it_sleeps_keeps_it_awake(fakes: Fakes) -> None:
+    async with fakes.use("a"):
+        pass
+    fakes["a"].begins = 3
+    async with fakes.use("b"):
+        assert fakes["a"].log == ["open", "sleep"] and fakes["a"].begins == 0
 
 
 async def test_nor_for_one_whose_size_is_not_known_yet() -> None:

@@ -65,6 +65,29 @@ async def test_sessions_of_a_notebook_wake_each_at_its_next_request() -> None:
         assert {shelf[name].state for name in shelf} == {"unloaded"}
 
 
+async def test_a_task_does_not_await_a_session_that_its_own_use_keeps_asleep() -> None:
+    async with rekindle.shelf({"a": "tiny", "b": "tiny"}, max_loaded=1, **OPTIONS) as shelf:
+        sleeping = await shelf["a"].session()
+        async with shelf["b"].use():
+            assert sleeping.asleep
+            with pytest.raises(InvalidRequest, match="no room for both"):
+                await sleeping.generate("Once upon", max_tokens=2)
+            with pytest.raises(InvalidRequest, match="no room for both"):
+                await anext(aiter(sleeping.stream("Once upon", max_tokens=2)))
+        assert (await sleeping.generate("Once upon", max_tokens=2)).token_ids
+
+
+@pytest.mark.thorough
+async def test_a_training_is_a_use_of_its_model() -> None:
+    async with rekindle.shelf({"a": "tiny", "b": "tiny"}, max_loaded=1, **OPTIONS) as shelf:
+        session = await shelf["a"].session()
+        run = session.tune("mine", ["Once upon a time"] * 4, steps=3, batch=2, max_length=16)
+        assert shelf.stats().models[0].users >= 1
+        async with shelf["b"].use():
+            assert run.done and len(run.history) == 3, "the other model waited for its end"
+        assert (await run).steps == 3 and shelf.stats().models[0].users == 0
+
+
 @pytest.mark.thorough
 async def test_a_pinned_prefix_is_no_reason_to_fail(caplog: pytest.LogCaptureFixture) -> None:
     """Pinned pages can't leave the device, so the model is unloaded."""

@@ -196,6 +196,8 @@ class Host:
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
         # While the session sleeps until a request comes: called on the loop for each that comes; must not raise.
         self.on_request: Callable[[], object] | None = None
+        # While it sleeps until then: called in the thread of a caller that is about to wait; may raise.
+        self.on_wait: Callable[[], object] | None = None
         self._build: Callable[[], Front] | None = build
         self._capabilities = capabilities
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
@@ -227,7 +229,9 @@ class Host:
             raise self.refusal()
 
     def check_waiting(self, activity: str) -> None:
-        """Raise if the caller has paused the session: waiting for `activity` would keep it from requesting steps."""
+        """Raise if the caller keeps the session from running steps: waiting for `activity` would never end."""
+        if (on_wait := self.on_wait) is not None:
+            on_wait()
         if self.paused_by and caller() in self.paused_by:
             raise RekindleError(
                 f"{activity} is awaited by the task that paused the session or put it to sleep, so no step would ever "

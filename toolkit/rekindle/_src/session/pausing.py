@@ -16,9 +16,10 @@ from rekindle._src.dispatch.backend import Exclusive
 from rekindle._src.dispatch.host import Dispatch
 from rekindle._src.dispatch.threads import OneShot, caller, run_sync
 from rekindle._src.session.client import Client
-from rekindle.errors import InvalidRequest, RekindleError, RequestFailed
+from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestFailed
 
 log = logging.getLogger("rekindle.engine")
+RETRY_AFTER = 1.0  # seconds after which a session with a training may be asked to sleep again
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -41,11 +42,14 @@ class SleepReport(Record):
 OnRequest = Callable[[], object]
 
 
-async def sleep(client: Client, session: str, drop: bool, on_request: OnRequest | None = None) -> SleepReport:
+async def sleep(
+    client: Client, session: str, drop: bool, on_request: OnRequest | None = None, on_wait: OnRequest | None = None
+) -> SleepReport:
     """Give the device's memory back until `wake`. `session` is its name for messages.
 
     With `on_request`, requests may be awaited by anyone meanwhile. It is called on the session's loop for each request
-    that comes, and once for those that are there already; it sees to it that the session wakes.
+    that comes, and once for those that are there already; it sees to it that the session wakes. `on_wait` is called in
+    the thread of a caller that is about to wait for one, and may raise; with it, a training raises `Busy`.
     """
     client.host.check()
     device, scheduler = client.engine.device, client.engine.scheduler
@@ -58,8 +62,10 @@ async def sleep(client: Client, session: str, drop: bool, on_request: OnRequest 
     if pinned:
         raise InvalidRequest("session", session, f"has {pinned} pinned pages", "Unpin them first")
     start = time.perf_counter()
-    client.asleep = True
+    client.asleep = True  # from here on, no training begins
     try:
+        if on_wait is not None and client.trainings:
+            raise Busy(f"{session} has a training that runs. Await it, or cancel it", RETRY_AFTER)
         await client.pause()
         try:
             moves: list[PageMove] = []
@@ -75,6 +81,7 @@ async def sleep(client: Client, session: str, drop: bool, on_request: OnRequest 
         client.sleeper = caller()
         client.host.paused_by.append(client.sleeper)
     else:
+        client.host.on_wait = on_wait
         await client.host.call(partial(_answer_requests, client, on_request)).get()
     return SleepReport(freed.weights, freed.pages, len(moves), time.perf_counter() - start)
 
@@ -120,7 +127,7 @@ def _go_on(client: Client, woken: _Woken) -> None:
         return
     if woken.root is not None:
         client.engine.scheduler.flush_cache(woken.root, recompute=True)
-    client.host.on_request = None
+    client.host.on_request = client.host.on_wait = None
     client.asleep = False
     if client.sleeper in client.host.paused_by:
         client.host.paused_by.remove(client.sleeper)

@@ -172,7 +172,15 @@ def tuning(client: Client, requests: RolloutRequests, name: str, data: object, o
         lambda data: TrainingCheckpoints(client.front.config.cache_folder, name, {**causes, "data": data}),
         quiet=client.front.config.quiet,
     )
-    run.start()
+    client.add_training(
+        lambda: run.ended.filled
+    )  # before the session is found awake: from then on it is not put to sleep
+    try:
+        _awake(client)
+        run.start()
+    except BaseException as error:
+        run.ended.fail(error)
+        raise
     return Tuning(run)
 
 

@@ -82,12 +82,12 @@ class CheckpointModel:
         finally:
             self._read = None
 
-    async def sleep(self, on_request: Callable[[], object]) -> None:
+    async def sleep(self, on_request: Callable[[], object], on_wait: Callable[[], object]) -> None:
         import jax
 
         # A CPU computes in host memory, so that only weights which are read again give any back.
         session, drop = self._opened, jax.default_backend() == "cpu"
-        await pausing.sleep(client_of(session), repr(session), drop, on_request)
+        await pausing.sleep(client_of(session), repr(session), drop, on_request, on_wait)
         gc.collect(0)  # JAX lets go of arrays that were deleted
         memory.give_back()
 
@@ -116,7 +116,10 @@ class CheckpointModel:
     @property
     def live(self) -> int:
         session = self.session
-        return 0 if session is None else client_of(session).host.limiter.inside
+        if session is None:
+            return 0
+        client = client_of(session)
+        return client.host.limiter.inside + client.trainings
 
     @property
     def admitted(self) -> int:

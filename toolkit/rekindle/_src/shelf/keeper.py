@@ -29,7 +29,7 @@ from rekindle._src.shelf.policy import (
     head_of_line,
     next_step,
 )
-from rekindle.errors import InvalidRequest, OutOfMemory, QueueFull, RequestAborted, SessionClosed
+from rekindle.errors import Busy, InvalidRequest, OutOfMemory, QueueFull, RequestAborted, SessionClosed
 
 log = logging.getLogger("rekindle.shelf")
 MOST_WAITING = 4096  # requests in the line of one model
@@ -47,8 +47,12 @@ class Loadable(Protocol):
         ...
 
     async def open(self) -> None: ...
-    async def sleep(self, on_request: Callable[[], object]) -> None:
-        """Give its device memory back. `on_request` is called, in any thread, when its session gets a request."""
+    async def sleep(self, on_request: Callable[[], object], on_wait: Callable[[], object]) -> None:
+        """Give its device memory back. Raise `Busy` if something has begun to use it.
+
+        `on_request` is called, in any thread, when its session gets a request; `on_wait` in the thread of a caller that
+        is about to wait for one, and may raise.
+        """
         ...
 
     async def wake(self) -> None: ...
@@ -61,7 +65,7 @@ class Loadable(Protocol):
 
     @property
     def live(self) -> int:
-        """The number of requests in its session."""
+        """The number of requests and trainings in its session."""
         ...
 
     @property
@@ -286,6 +290,11 @@ class Keeper:
                 entry.wanted_since = self.clock()
         self._look()
 
+    def check_wait(self, name: str) -> None:
+        """Raise `InvalidRequest` if the caller's own use of another model keeps a sleeping one from waking."""
+        with self._lock:
+            self._check_holder(self.entries[name], caller())
+
     # For the owner of the shelf.
 
     async def unload(self, name: str, *, stay: bool = False) -> None:
@@ -503,7 +512,9 @@ class Keeper:
         if not self._claim(entry):
             return
         try:
-            await entry.model.sleep(lambda: self.want(entry.row.name))
+            await entry.model.sleep(lambda: self.want(entry.row.name), lambda: self.check_wait(entry.row.name))
+        except Busy:
+            entry.row.state = ModelState.LOADED
         except Exception as error:  # such as pinned pages
             log.warning("%r can't sleep, so it is unloaded: %s", entry.row.name, error)
             await self._close(entry)

@@ -168,9 +168,8 @@ class ShelfModel:
     def use(self) -> Use:
         """Use the session within a block: `async with shelf["name"].use() as session`. It does not sleep meanwhile.
 
-        A block within a block is refused where there is no room for both models. Don't await a sleeping session of
-        another model in it, which would wait for the end of the block: `use` that one, too. A training keeps no model
-        awake by itself: call `session.tune` in a block, and await it there.
+        A block within a block is refused where there is no room for both models, and so is awaiting a request of
+        another model's session that sleeps: it would wait for the end of the block.
         """
         return Use(self._shelf, self._keeper, self.name)
 
