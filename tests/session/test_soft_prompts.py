@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 import rekindle
-from helpers import checkpoints
+from helpers import adapters, checkpoints
 from helpers.counting import counts
 from helpers.small import TINY
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
-from rekindle import Session, SoftPrompt
+from rekindle import Session, SoftPrompt, tiny
 from rekindle.errors import InvalidRequest, PromptTooLong
+from rekindle.models import load
 
 pytestmark = pytest.mark.usefixtures("large_steps")
 anyio_test = pytest.mark.anyio
@@ -87,6 +88,19 @@ async def test_embeddings_of_a_text_are_the_text(session: Session, own: Any) -> 
         assert done.token_ids == plain.token_ids and len(done.prompt_token_ids) == len(ids)
     streamed = [delta async for delta in session.stream(SoftPrompt([own]), **GREEDY)]
     assert tuple(token for delta in streamed for token in delta.token_ids) == plain.token_ids
+
+
+@anyio_test
+async def test_a_last_row_that_is_computed_alone_is_a_row(session: Session, own: Any) -> None:
+    """After a hit of all other tokens, and after a step that was full one token before the end."""
+    ids = list((await session.generate(TEXT, max_tokens=1)).prompt_token_ids)
+    for parts, text in (([own, own], ids + ids), ([own, own, own[:1]], [*ids, *ids, ids[0]])):  # a step has 32 tokens
+        plain = await session.generate(text, **GREEDY)
+        first, again = [await session.generate(SoftPrompt(parts), **GREEDY) for _ in range(2)]
+        assert first.token_ids == again.token_ids == plain.token_ids
+        assert again.usage.cached_tokens >= 31, "one row is left, and a token at the most"
+    pieces = [await session.generate(SoftPrompt([own[:16]]), **GREEDY) for _ in range(2)]
+    assert pieces[0].token_ids == pieces[1].token_ids
 
 
 @anyio_test
@@ -176,6 +190,48 @@ async def test_rows_outlive_a_restart_and_a_preemption(tmp_path: Path) -> None:
     async with rekindle.open("tiny", **{**TINY, "cache_dir": str(tmp_path), "device_pages": 10}) as small:
         found = await small.generate(prompts, **{**GREEDY, "max_tokens": 40})
         assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+
+
+@anyio_test
+@pytest.mark.parametrize("drafts", by_default(["suffix", "lookup"], 1))
+async def test_drafts_change_no_token(session: Session, own: Any, drafts: str) -> None:
+    """Texts that repeat themselves are drafted; the places of rows are no tokens to draft from."""
+    size = own.shape[1]
+    prompts = [SoftPrompt([rows(seed, 30, size), "a b a b a b a b a"]) for seed in range(3)]
+    prompts += [SoftPrompt(["Who are you? Who are you?", own, "Who are you? Who"]), SoftPrompt([own, own])]
+    options: Any = {**GREEDY, "max_tokens": 40}
+    expected = [(await session.generate(prompt, **options)).token_ids for prompt in prompts]
+    drawn: Any = {**options, "temperature": 0.9, "seed": 3, "dry_multiplier": 0.5}
+    sampled = [(await session.generate(prompt, **drawn)).token_ids for prompt in prompts]
+    async with rekindle.open("tiny", **{**TINY, "drafts": drafts}) as drafting:
+        for _ in range(2):
+            done = await drafting.generate(prompts, **options)
+            assert [one.token_ids for one in done] == expected
+            done = await drafting.generate(prompts, **drawn)
+            assert [one.token_ids for one in done] == sampled
+        assert drafting.stats().accepted_tokens > 0
+
+
+@anyio_test
+async def test_adapters_have_rows_and_pages_of_their_own(own: Any, tmp_path: Path) -> None:
+    config = load(tiny.folder()).config
+    folders = {str(seed): adapters.write(tmp_path / str(seed), config, seed=seed) for seed in (1, 2)}
+    async with rekindle.open("tiny", **TINY, adapters=folders, max_adapters=2) as session:
+        texts = [(await session.generate(TEXT, **GREEDY, adapter=name)).token_ids for name in ("1", "2", None)]
+        assert len({*texts}) == 3, "the adapters change the text"
+        prompts = [SoftPrompt([rows(4, 40, own.shape[1]), TEXT]), SoftPrompt([own])]
+        alone: dict[Any, Any] = {}
+        for at, prompt in enumerate(prompts):
+            for name in ("1", "2", None):
+                first = await session.generate(prompt, **GREEDY, adapter=name)
+                assert first.usage.cached_tokens == 0, "pages of one adapter are not those of another"
+                again = await session.generate(prompt, **GREEDY, adapter=name)
+                assert again.token_ids == first.token_ids
+                assert again.usage.cached_tokens > 0 or len(first.prompt_token_ids) < 32
+                alone[at, name] = first.token_ids
+        assert [alone[1, name] for name in ("1", "2", None)] == texts
+        handles = [session.submit(prompts[at], **GREEDY, adapter=name) for at, name in alone]
+        assert [(await handle).token_ids for handle in handles] == [*alone.values()]
 
 
 @anyio_test

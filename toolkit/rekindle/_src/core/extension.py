@@ -71,6 +71,11 @@ class Extension:
         return ()
 
     @property
+    def embedded(self) -> tuple[tuple[int, int], ...]:
+        """The places [start, stop) of the prompt with rows in the place of embeddings. No decode row computes them."""
+        return ()
+
+    @property
     def elsewhere(self) -> Mapping[str, object]:
         """Options of the request with other values in the process that runs it."""
         return {}
@@ -119,7 +124,9 @@ class DeviceLoad:
 class Extensions(dict[type[Extension], Extension]):
     """The extensions of one request by their classes, in the order of the capabilities. Not changed once made."""
 
-    __slots__ = ("altered", "by_position", "cutting", "generates", "holding", "naming", "reads_logits", "uncounted")
+    __slots__ = (
+        "altered", "by_position", "cutting", "embedded", "generates", "holding", "naming", "reads_logits", "uncounted",
+    )  # fmt: skip
 
     def __init__(self, *extensions: Extension) -> None:
         super().__init__((type(extension), extension) for extension in extensions)
@@ -130,6 +137,7 @@ class Extensions(dict[type[Extension], Extension]):
         self.holding: tuple[Extension, ...] = ()  # extensions that may hold the request
         self.cutting: tuple[Extension, ...] = ()  # extensions that decide where its prompt is cut
         self.uncounted: tuple[tuple[int, int], ...] = ()  # places of the prompt that are not text
+        self.embedded: tuple[tuple[int, int], ...] = ()  # places of the prompt with rows
         self.naming: Extension | None = None  # the one that names its tokens for the prefix tree, if any
         for extension in self.values():
             self.altered += extension.altered
@@ -137,6 +145,7 @@ class Extensions(dict[type[Extension], Extension]):
             self.by_position = self.by_position or extension.by_position
             self.reads_logits = self.reads_logits or extension.reads_logits
             self.uncounted += extension.uncounted
+            self.embedded += extension.embedded
             if type(extension).held is not Extension.held:
                 self.holding += (extension,)
             if type(extension).cut is not Extension.cut:

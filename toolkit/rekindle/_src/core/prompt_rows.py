@@ -56,6 +56,10 @@ class PromptRows(Extension):
     def uncounted(self) -> tuple[tuple[int, int], ...]:
         return tuple((span.start, span.stop) for span in self.spans) if self.wordless else ()
 
+    @property
+    def embedded(self) -> tuple[tuple[int, int], ...]:
+        return tuple((span.start, span.stop) for span in self.spans)
+
     def note(self, cached: int) -> PromptNote:
         tokens = sum(span.stop - span.start for span in self.spans)
         hit = sum(max(0, min(span.stop, cached) - span.start) for span in self.spans)

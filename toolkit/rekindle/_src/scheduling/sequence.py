@@ -137,9 +137,9 @@ class Sequence:
     """A live request and its state, in parts; the scheduler is its only owner."""
 
     __slots__ = (
-        "cached_tokens", "cutting", "drafting", "ended_at", "epoch", "followers", "forced", "generates", "holding",
-        "limit", "limit_reason", "namespace", "need", "pages", "queue", "reason", "request", "sides", "status",
-        "timeline", "tokens", "tree",
+        "cached_tokens", "cutting", "drafting", "ended_at", "ends_in_row", "epoch", "followers", "forced", "generates",
+        "holding", "limit", "limit_reason", "namespace", "need", "pages", "queue", "reason", "request", "sides",
+        "status", "timeline", "tokens", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -155,6 +155,8 @@ class Sequence:
         self.generates = request.generates
         self.holding = request.extensions.holding  # may keep it out of steps
         self.cutting = request.extensions.cutting  # decide where its prompt is cut
+        last = request.prompt_length - 1
+        self.ends_in_row = any(start <= last < stop for start, stop in request.extensions.embedded)
         self.namespace = request.namespace  # the requests that it shares pages with
         self.limit = limit  # tokens it may generate, known before the first one is
         self.limit_reason = limit_reason
@@ -190,9 +192,14 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True if one token is left to prefill, which a decode row computes. False for one that generates nothing."""
+        """True if one token is left to prefill, which a decode row computes.
+
+        False for a sequence that generates nothing, and for a prompt's last token if it has a row of numbers.
+        """
         epoch = self.epoch
-        return epoch.planned + 1 == epoch.target and self.generates
+        if epoch.planned + 1 != epoch.target or not self.generates:
+            return False
+        return not (self.ends_in_row and epoch.target == self.request.prompt_length)
 
     @property
     def ended(self) -> bool:
