@@ -561,6 +561,26 @@ def with_adapters(folder: Path) -> None:
 
 
 @check
+def samplers(folder: Path) -> None:
+    """Every sampler draws the tokens of one device on two, and on two data shards, alone and in a batch."""
+    chains: list[dict[str, Any]] = [
+        {"typical_p": 0.7}, {"top_n_sigma": 1.0}, {"xtc_probability": 0.6, "xtc_threshold": 0.02},
+        {"dynatemp_range": 0.5}, {"mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.3}, {"adaptive_target": 0.3},
+        {"dry_multiplier": 2.0, "dry_allowed_length": 1}, {"samplers": ["temperature", "top_p", "top_k"], "top_k": 5},
+    ]  # fmt: skip
+    asked = [{"temperature": 1.0, "seed": at, "max_tokens": 10} | chain for at, chain in enumerate(chains)]
+    model, expected = case("llama"), list[Any]()
+    for mesh in (None, 2, DATA):
+        with opened(model, mesh) as session:
+            alone = [session.generate_sync(PROMPT, **options).token_ids for options in asked]
+            handles = [session.submit(PROMPT, **options) for options in asked]
+            assert [handle.result_sync().token_ids for handle in handles] == alone
+        expected = expected or alone
+        assert alone == expected, mesh
+    assert len({*expected}) > 4, "the samplers change the text"
+
+
+@check
 def pictures(folder: Path) -> None:
     """Prompts with pictures, together and from the cache, on two devices, there with stored programs, and on two data
     shards."""

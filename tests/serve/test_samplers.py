@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,6 +40,23 @@ async def test_fields_are_the_options_of_the_session(session: Any, fields: dict[
     answer = await post(app(session), "/v1/completions", {"prompt": PROMPT, **options, **fields})
     assert answer.status == 200, answer.body
     assert answer.json()["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize("fields", [FIELDS, MIROSTAT, ORDER], ids=["all", "mirostat", "samplers"])
+async def test_fields_are_those_of_a_chat_too(session: Any, fields: dict[str, Any]) -> None:
+    messages = [{"role": "user", "content": "Tell me a story."}]
+    options: dict[str, Any] = {"temperature": 1.5, "seed": 4, "max_tokens": 24, "top_p": 1.0}
+    expected = await session.chat(messages, **options, **fields)
+    plain = await session.chat(messages, **options)
+    assert expected.token_ids != plain.token_ids, "the options change the text"
+    body = {"messages": messages, **options, **fields}
+    answer = await post(app(session), "/v1/chat/completions", body)
+    assert answer.status == 200, answer.body
+    assert answer.json()["choices"][0]["message"]["content"] == expected.content
+    streamed = await post(app(session), "/v1/chat/completions", {**body, "stream": True})
+    lines = [line[6:] for line in streamed.body.decode().split("\n") if line.startswith("data: {")]
+    deltas = [choice["delta"] for line in lines for choice in json.loads(line)["choices"]]
+    assert "".join(delta.get("content") or "" for delta in deltas) == expected.content
 
 
 async def test_neutral_values_of_other_servers_are_accepted(session: Any) -> None:

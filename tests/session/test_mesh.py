@@ -37,6 +37,11 @@ def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
     checked(tmp_path, 4, *names)
 
 
+@pytest.mark.thorough
+def test_samplers_draw_the_tokens_of_one_device(tmp_path: Path) -> None:
+    checked(tmp_path, 2, "samplers")
+
+
 @pytest.mark.slow
 def test_snapshots_and_collectives_of_eight_devices(tmp_path: Path) -> None:
     checked(tmp_path, 8, "snapshots", "sums_of_a_step", "collectives_are_measured")

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 import rekindle
+from helpers import adapters
 from helpers.small import TINY
+from helpers.thorough import by_default
+from rekindle import tiny
+from rekindle.models import load
 
 pytestmark = pytest.mark.usefixtures("large_steps")
 PROMPTS = ["Once upon a time there was a fire. Once upon a time there was", "a b a b a b a", "Who are you? Who are"]
@@ -128,6 +132,29 @@ def test_a_grammar_with_drafts_draws_the_same(opened: rekindle.Session) -> None:
     expected = [opened.generate_sync(PROMPTS[0], **ALL[number] | asked).token_ids for number in (2, 4, 6)]
     with rekindle.open_sync("tiny", **TINY, drafts="suffix") as session:
         assert [session.generate_sync(PROMPTS[0], **ALL[number] | asked).token_ids for number in (2, 4, 6)] == expected
+
+
+@pytest.mark.parametrize("drafts", by_default(["suffix", "none"], 1))
+def test_rows_with_adapters_draw_as_they_do_alone(tmp_path: Path, drafts: str) -> None:
+    """Two adapters and the base in one step, each with every sampler; one that keeps a single token is greedy."""
+    config = load(tiny.folder()).config
+    folders = {
+        str(seed): adapters.write(tmp_path / str(seed), config, seed=seed, targets=["q_proj"]) for seed in (1, 2)
+    }
+    with rekindle.open_sync("tiny", **TINY, drafts=drafts, adapters=folders, max_adapters=2) as session:
+        different = 0
+        for number, options in enumerate(ALL):
+            prompt, names = PROMPTS[number % 3], ("1", "2", None)
+            alone = [session.generate_sync(prompt, **options, adapter=name).token_ids for name in names]
+            handles = [session.submit(prompt, **options, adapter=name) for name in names * 2]
+            assert [handle.result_sync().token_ids for handle in handles] == alone * 2, options
+            different += len({*alone}) == 3
+        one: dict[str, Any] = {"samplers": ["top_k", "temperature"], "top_k": 1, "temperature": 1.0, "seed": 1}
+        for name in ("1", "2"):
+            greedy = session.generate_sync(PROMPTS[0], temperature=0, max_tokens=24, adapter=name).token_ids
+            assert session.generate_sync(PROMPTS[0], **one, max_tokens=24, adapter=name).token_ids == greedy
+        assert different >= 5, "the adapters change little"
+        assert drafts == "none" or session.stats().accepted_tokens > 0
 
 
 def test_sampled_logprobs_are_of_the_tokens_that_are_left(opened: rekindle.Session) -> None:
