@@ -125,6 +125,9 @@ class DeviceCalls:
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.recipes.width) if programs.recipes.resident else None
         self._reads: list[Any] = []  # an array of each program that reads pages, until it is known to have ended
+        self.kv: paged.KV
+        self.state: Any  # without the features' own parts, which most programs lack
+        self.own: tuple[object, ...]
         self._renew()
 
     def program(self, key: Key) -> CompiledProgram:
@@ -367,7 +370,7 @@ class DeviceCalls:
         return self.state._replace(own=self.own) if self.programs.features.keeps_own(key.variants) else self.state
 
     def _keep(self, state: Any) -> None:
-        """Take the state that a program returned. Features' own parts are kept apart: most programs lack them."""
+        """Take the state that a program returned, and the features' own parts if it has some."""
         if state.own:
             self.own, state = state.own, state._replace(own=())
         self.state = state

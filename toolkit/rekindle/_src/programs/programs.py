@@ -12,7 +12,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -226,7 +225,7 @@ class Programs:
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
 
-    def memory(self) -> tuple[paged.KV, RequestState, tuple[Any, ...]]:
+    def memory(self) -> tuple[paged.KV, RequestState, tuple[object, ...]]:
         """Return new pages, state and the features' own parts of it.
 
         If XLA rejects the kernel that makes zeros without writing them, go without.

@@ -72,7 +72,7 @@ class Recipes:
     local_kv: paged.KV  # the pages of one device
     kv: paged.KV  # of all devices together
     state: request_state.RequestState  # without the features' own parts
-    own: tuple[Any, ...]  # of each feature that has slots of its own
+    own: tuple[object, ...]  # of each feature that has slots of its own
     config: ResolvedConfig  # of one data shard
     features: Features
     parts: Partitioning

@@ -99,7 +99,7 @@ def abstract_state(
     return state._replace(hidden=kept, after=after)
 
 
-def own_parts(slots: int, own: Sequence[SlotState]) -> tuple[Any, ...]:
+def own_parts(slots: int, own: Sequence[SlotState]) -> tuple[object, ...]:
     """Return the shapes of features' `own` parts of the state of `slots` requests and the scratch slot."""
     return tuple(part.shapes(slots + 1) for part in own)
 

@@ -127,7 +127,7 @@ class Program:
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[tuple[Messages, Messages]]:
         """Start the program; end it at the end of the block, with its own children."""
-        env = get_default_environment() | self._env
+        env = {**get_default_environment(), **self._env}
         path = shutil.which(self._command[0], path=env.get("PATH"))  # a program of Windows may end in .cmd
         command = [path or self._command[0], *self._command[1:]]
         process = await anyio.open_process(command, env=env, cwd=self._cwd, start_new_session=os.name == "posix")
