@@ -55,12 +55,12 @@ def template_of(family: str) -> str:
     )
 
 
-def writer_of(family: str) -> tuple[Writer, list[str]]:
+def writer_of(family: str, tool: str = CALL[0]) -> tuple[Writer, list[str]]:
     """The writer of a family, with the two replies of its tool loop."""
     format = ReplyFormat.of_family(family)
     assert format.calls is not None
     markers = [text for text in format.markers(tools=True) if not text[-1].isspace()]
-    call = format.calls.write([CALL])
+    call = format.calls.write([(tool, CALL[1])])
     tags, thoughts = format.thoughts, ""
     if tags is not None:
         space = "" if format.in_channels else "\n"
@@ -109,3 +109,26 @@ async def test_a_chat_with_tools_from_end_to_end(tmp_path: Path, family: str) ->
         assert [message["role"] for message in chat.messages] == ["user", "assistant", "tool", "assistant"]
         assert await streamed(session, list(run.messages[:1])) == ("", thinks, [CALL])
         assert await streamed(session, list(run.messages[:3])) == (ANSWER, "", [])
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.parametrize("family", by_default(ReplyFormat.names(), 1))
+async def test_a_server_s_tools_run_from_end_to_end(tmp_path: Path, family: str) -> None:
+    server = pytest.importorskip("mcp.server.mcpserver", reason="the extra `mcp`").MCPServer(
+        "sky", log_level="CRITICAL"
+    )
+    server.tool()(weather)
+    async with rekindle.mcp_tools(server, consent=lambda offer: True) as tools:
+        name = tools[0].__name__
+
+        def same(**arguments: Any) -> str:
+            return weather(**arguments)
+
+        same.__name__, same.tool_schema = name, tools[0].tool_schema  # type: ignore[attr-defined]
+        writer, replies = writer_of(family, name)
+        first, last = writer.play(QUESTION, replies, [same])
+        async with rekindle.open(writer.save(tmp_path / family), **TINY) as session:
+            run = await session.chat(QUESTION, tools=tools, run_tools=True)
+            assert [(call.name, call.arguments) for call in first.reply.tool_calls] == [(name, CALL[1])]
+            assert run.content == ANSWER and run.messages[2]["content"] == weather(**CALL[1])
+            assert [done.prompt_token_ids for done in run.rounds] == [tuple(turn.prompt_ids) for turn in (first, last)]
