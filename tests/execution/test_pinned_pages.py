@@ -22,6 +22,7 @@ from rekindle._src.programs import host_pages
 from rekindle._src.programs import lattice as module
 from rekindle._src.programs.buckets import SCATTER, Helper
 from rekindle._src.programs.kv_layout import payload_layout
+from rekindle._src.programs.programs import Programs
 
 MODEL = tiny_model()
 SIZES = 8, 4
@@ -31,6 +32,7 @@ SIZES = 8, 4
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_pages, "uses_pinned", lambda parts: True)
     monkeypatch.setattr(module, "moved_pages", lambda parts, kv: SIZES)
+    monkeypatch.setattr(Programs, "moved_by_host", lambda programs, keys: False)
 
 
 @pytest.fixture(params=by_default(["float32", "int8"]))

@@ -231,7 +231,8 @@ class DeviceCalls:
     def _reading(self, program: CompiledProgram, ids: np.ndarray, *, pinned: bool = True) -> paged.Payload:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
-            self._reads = [*(array for array in self._reads if not array.is_ready()), *payload[:1]]
+            if not self._copies:  # else the host reads no memory of the device
+                self._reads = [*(array for array in self._reads if not array.is_ready()), *payload[:1]]
             if self.programs.recipes.pinned and pinned:
                 payload = host_pages.begin_to_host(self.programs.recipes.parts, payload)
             elif self._copies:
@@ -327,7 +328,7 @@ class DeviceCalls:
         """Give pages and state back, and forget the weights, which are the caller's. `wake` follows."""
         self.wait(self.memory)
         self._delete()
-        self.kv, self.state, self.own, self.leaves = (), None, (), ()
+        self.kv, self.state, self.own, self.leaves, self._reads = (), None, (), (), []
 
     def wake(self, leaves: Sequence[Array]) -> None:
         """Use new pages and state, and these weights."""
@@ -340,7 +341,7 @@ class DeviceCalls:
             self.wait((self.state, self.own))
         finally:
             self._delete()
-            self.leaves = ()
+            self.leaves, self._reads = (), []
 
     def failed(self, error: BaseException) -> None:
         """Report a call that raised; the tables that it should have written are sent again."""
@@ -363,6 +364,7 @@ class DeviceCalls:
         if self.tables is not None:
             self.tables.forget()
         self._recorder.renew()
+        self._reads = []
         self.kv, self.state, self.own = self.programs.memory()
 
     def _state_in(self, key: Bucket) -> Any:

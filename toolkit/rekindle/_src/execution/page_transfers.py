@@ -199,7 +199,10 @@ class SideTransfers:
                 lost.append(LostPage(move, error))
         if payloads and self._calls.programs.moved_by_host([self._plan.fill]):
             ids = [move.page for move in payloads]
-            self._plan.fill_in_place(self._calls.at_rest(), ids, list(payloads.values()))
+            try:
+                self._plan.fill_in_place(self._calls.at_rest(), ids, list(payloads.values()))
+            except Exception as error:
+                lost += [LostPage(move, error) for move in payloads]
             return tuple(lost)
         for batch in self._batches(tuple(payloads)):
             try:

@@ -372,7 +372,8 @@ class Runner:
                 return bucket_for(ready, max_requests, **size, variants=variants)
             except ConfigError:
                 pass
-        if plan.restore and not self.programs.made(best.programs):
+        fills = self.programs.lattice.fills
+        if plan.restore and self.programs.moved_by_host(fills) and not self.programs.made(best.programs):
             # A prompt whose pages come back needs a smaller program than it did when they were computed. That one is
             # stored, and read sooner than another one is compiled.
             made = [bucket for bucket in lattice if self.programs.made(bucket.programs)]
