@@ -70,17 +70,19 @@ class Client:
         self.pauses: int = 0  # paused() blocks that have been entered and not left
         self.asleep: bool = False
         self.sleeper: object = None  # the task that put it to sleep
-        self._trainings: tuple[Callable[[], bool], ...] = ()  # each says if it is over
+        self._trainings: tuple[OneShot[Any], ...] = ()  # the ends of trainings
+        self._trainings_lock = threading.Lock()
         self.shared: list[SharedPages] = []  # addresses at which the cache's pages are shared
 
     @property
     def trainings(self) -> int:
         """The number of trainings that run."""
-        return sum(not over() for over in self._trainings)
+        return sum(not ended.filled for ended in self._trainings)
 
-    def add_training(self, over: Callable[[], bool]) -> None:
-        """Count a training as a use of the session until `over()` is true."""
-        self._trainings = (*(one for one in self._trainings if not one()), over)
+    def add_training(self, ended: OneShot[Any]) -> None:
+        """Count a training as a use of the session until `ended` is filled."""
+        with self._trainings_lock:
+            self._trainings = (*(one for one in self._trainings if not one.filled), ended)
 
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` on the host's loop, where nothing else changes meanwhile, and return its result. Blocks."""

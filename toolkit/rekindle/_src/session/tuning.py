@@ -172,9 +172,7 @@ def tuning(client: Client, requests: RolloutRequests, name: str, data: object, o
         lambda data: TrainingCheckpoints(client.front.config.cache_folder, name, {**causes, "data": data}),
         quiet=client.front.config.quiet,
     )
-    client.add_training(
-        lambda: run.ended.filled
-    )  # before the session is found awake: from then on it is not put to sleep
+    client.add_training(run.ended)  # before the session is found awake: from then on it is not put to sleep
     try:
         _awake(client)
         run.start()
