@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import gzip
 import http.server
 import json
@@ -291,6 +292,37 @@ def test_secrets_of_a_server_are_not_shown() -> None:
     target = transports.target_of({"url": "https://me:pass@host:8443/mcp?key=secret", "headers": {"x": "secret"}})
     assert target.shown == "https://host:8443/mcp"
     assert transports.target_of({"command": "run", "args": ["it"], "env": {"KEY": "secret"}}).shown == "run it"
+    command = ["run", "--api-key", "secret", "--token=secret", "MY_KEY=secret", "--port", "80", "file"]
+    assert transports.target_of(command).shown == "run --api-key … --token=… MY_KEY=… --port 80 file"
+    for wrong in ("wss://me:secret@host/?key=secret", ["run", "secret", 5]):
+        with pytest.raises(InvalidRequest) as raised:
+            transports.target_of(wrong)
+        assert "secret" not in str(raised.value)
+
+
+def test_another_folder_or_key_is_another_server() -> None:
+    """A yes to one does not hold for another, whatever is shown of them."""
+    entries: list[Any] = [
+        ["run"], {"command": "run", "cwd": "/"},
+        {"command": "run", "env": {"A": "1"}}, {"command": "run", "env": {"A": "2"}},
+        "https://host/mcp", "https://host/mcp?user=b", {"url": "https://host/mcp", "headers": {"x": "1"}},
+    ]  # fmt: skip
+    targets = [transports.target_of(entry) for entry in entries]
+    assert {target.shown for target in targets} == {"run", "https://host/mcp"}
+    digests = {ToolServerOffer("s", one.shown, (), one.identity).digest() for one in targets}
+    assert len(digests) == len(entries)
+
+
+def test_the_end_of_a_long_description_is_said_to_be_missing() -> None:
+    tool = {"function": {"name": "s_go", "description": "x" * 1_300}}
+    assert "(1,000 more characters)" in str(ToolServerOffer("s", "run", (tool,)))
+
+
+@anyio_test
+async def test_tools_in_a_list_keep_the_connection() -> None:
+    tools = [*await rekindle.mcp_tools(calculator(), only=["add"], consent=yes)]
+    gc.collect()
+    assert await tools[0](a=2, b=3) == "5"
 
 
 @anyio_test
@@ -374,7 +406,7 @@ def alive(pid: int) -> bool:
 async def test_a_bad_answer_costs_its_call_with_one_typed_error(answers: str, words: str) -> None:
     async with rekindle.mcp_tools(program(answers), name="bad", consent=yes, timeout=600) as opened:
         if "1000" in answers:
-            opened._connection._timeout = 0.5
+            opened._lease.connection._timeout = 0.5
         with pytest.raises(ToolServerError) as refused:
             await opened[0]()
         assert words in str(refused.value) and (refused.value.server, refused.value.tool) == ("bad", "go")

@@ -33,6 +33,7 @@ class ToolServerOffer(Drawable):
     server: str  # its name
     target: str  # the URL, or the command that was started
     tools: tuple[Mapping[str, Any], ...]  # as the model will be shown them: JSON schemas with name and description
+    _identity: bytes = b""  # of the server, with what is not shown
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -54,11 +55,17 @@ class ToolServerOffer(Drawable):
 
     def _rows(self) -> list[tuple[str, str]]:
         functions = [tool["function"] for tool in self.tools]
-        return [(one["name"], printable(" ".join(one["description"].split()), _SHOWN)) for one in functions]
+        return [(one["name"], _beginning(" ".join(one["description"].split()))) for one in functions]
 
     def digest(self) -> bytes:
         """Return a digest of the server and everything that the model is told of its tools."""
-        return hashlib.sha256(json.dumps([self.server, self.target, self.tools], default=str).encode()).digest()
+        parts = [self.server, self.target, self._identity.hex(), self.tools]
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).digest()
+
+
+def _beginning(text: str) -> str:
+    more = len(text) - _SHOWN
+    return printable(text, _SHOWN) if more <= 0 else f"{printable(text[:_SHOWN], _SHOWN)}… ({more:,} more characters)"
 
 
 Consent = Callable[[ToolServerOffer], bool | Awaitable[bool]]

@@ -35,15 +35,24 @@ LONGEST = 86_400.0  # seconds
 RemoteFunction = Callable[..., Awaitable[str]]
 
 
+class ServerLease:
+    """Keeps a connection open until `end` is called, or no tool of it is held any more."""
+
+    def __init__(self, connection: ServerConnection) -> None:
+        self.connection: ServerConnection = connection
+        self.end: weakref.finalize[[], ServerLease] = weakref.finalize(self, connection.close)
+        self.end.atexit = False  # the connection has an end of its own there
+
+
 class RemoteTool:
     """A tool of a server as an async function of its arguments; a chat shows `tool_schema` to the model."""
 
-    def __init__(self, connection: ServerConnection, tool: str, name: str, schema: Mapping[str, object]) -> None:
-        self._connection, self._tool, self.__name__, self.tool_schema = connection, tool, name, schema
+    def __init__(self, lease: ServerLease, tool: str, name: str, schema: Mapping[str, object]) -> None:
+        self._lease, self._tool, self.__name__, self.tool_schema = lease, tool, name, schema
 
     async def __call__(self, /, **arguments: object) -> str:
         """Call the tool, and return its result as text."""
-        return await self._connection.call(self._tool, arguments)
+        return await self._lease.connection.call(self._tool, arguments)
 
     def __repr__(self) -> str:
         return f"<RemoteTool {self.__name__}>"
@@ -53,13 +62,11 @@ class ToolServerTools(Sequence[RemoteFunction], Drawable):
     """The tools of an open server: `session.chat(…, tools=tools)`, or `tools=[*tools, my_function]`.
 
     Each is an async function, too: `await tools[0](city="Lima")`. They are called from any thread and event loop, until
-    `aclose` or the end of an `async with` block.
+    `aclose` or the end of an `async with` block; without either, until the last of them is let go.
     """
 
-    def __init__(self, connection: ServerConnection, offer: ToolServerOffer, tools: Sequence[RemoteFunction]) -> None:
-        self._connection, self._offer, self._tools = connection, offer, tuple(tools)
-        self._end = weakref.finalize(self, connection.close)
-        self._end.atexit = False  # the connection has an end of its own there
+    def __init__(self, lease: ServerLease, offer: ToolServerOffer, tools: Sequence[RemoteFunction]) -> None:
+        self._lease, self._offer, self._tools = lease, offer, tuple(tools)
 
     @property
     def server(self) -> str:
@@ -74,7 +81,7 @@ class ToolServerTools(Sequence[RemoteFunction], Drawable):
     @property
     def closed(self) -> bool:
         """True once it was closed."""
-        return not self._end.alive
+        return not self._lease.end.alive
 
     @overload
     def __getitem__(self, index: int) -> RemoteFunction: ...
@@ -89,8 +96,8 @@ class ToolServerTools(Sequence[RemoteFunction], Drawable):
 
     async def aclose(self) -> None:
         """Disconnect, and end the program that was started. Calls that run end with an error."""
-        self._end()
-        await self._connection.ended.get()
+        self._lease.end()
+        await self._lease.connection.ended.get()
 
     def close(self) -> None:
         """Call `aclose` from code without an event loop."""
@@ -134,15 +141,17 @@ class Connecting(Call[ToolServerTools]):
 
         if self._tools is None:
             connection = ServerConnection(self._target, self._name, self._timeout, self._mode)
+            lease = ServerLease(connection)
             try:
                 listing = await connection.listed.get()
-                tools = _checked(listing, self._only, connection)
-                offer = ToolServerOffer(listing.name, self._target.shown, tuple(tool.tool_schema for tool in tools))
+                tools = _checked(listing, self._only, lease)
+                schemas = tuple(tool.tool_schema for tool in tools)
+                offer = ToolServerOffer(listing.name, self._target.shown, schemas, self._target.identity)
                 await ask(offer, self._consent)
             except BaseException:
                 connection.close()
                 raise
-            self._tools = ToolServerTools(connection, offer, tools)
+            self._tools = ToolServerTools(lease, offer, tools)
         return self._tools
 
     async def __aenter__(self) -> ToolServerTools:
@@ -200,7 +209,7 @@ def mcp_tools(
     return Connecting(target_of(server), name, None if only is None else tuple(only), consent, float(timeout), mode)
 
 
-def _checked(listing: Listing, only: Sequence[str] | None, connection: ServerConnection) -> list[RemoteTool]:
+def _checked(listing: Listing, only: Sequence[str] | None, lease: ServerLease) -> list[RemoteTool]:
     """Return the tools that a chat gets. Raise `ToolServerError` for one that no model can be shown."""
     listed: Mapping[str, ListedTool] = {one.name: one for one in listing.tools}
     if only is not None and (unknown := [one for one in only if one not in listed]):
@@ -222,5 +231,5 @@ def _checked(listing: Listing, only: Sequence[str] | None, connection: ServerCon
             fix = "Pass only=[…] without it, or a shorter name=…"
             raise ToolServerError(listing.name, said(one.name), problem, fix)
         function = {"name": name, "description": one.description, "parameters": {"type": "object", **one.parameters}}
-        tools[name] = RemoteTool(connection, one.name, name, {"type": "function", "function": function})
+        tools[name] = RemoteTool(lease, one.name, name, {"type": "function", "function": function})
     return [*tools.values()]

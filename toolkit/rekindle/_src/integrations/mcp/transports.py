@@ -1,12 +1,14 @@
 """The ways to a tool server, a program, a URL or an object of this process, and the bounds on its messages.
 
 The protocol's own transports read a program's line, or the body of a response, whatever its length. Here a line and a
-body are bounded in bytes, and a message in values, before the library makes objects of them.
+body are bounded in bytes, and a message in values, before the library makes typed results of them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
 import os
 import shutil
@@ -51,6 +53,7 @@ class ServerTarget(NamedTuple):
     shown: str  # as its user is shown it: no secrets, no unprintable characters
     opened: Callable[[float], Any]  # makes what the protocol's client takes, for a timeout in seconds
     words: Callable[[], str] = str  # how a program or connection ended, in words, once it did
+    identity: bytes = b""  # a digest of everything that names it, secrets as well
 
 
 def target_of(server: object) -> ServerTarget:
@@ -95,20 +98,45 @@ def _url(url: object, headers: Mapping[str, str]) -> ServerTarget:
     except ValueError:
         raise InvalidRequest("server", "…", "is no URL", FIX) from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InvalidRequest("server", url, "is no http:// or https:// URL", FIX)
+        raise InvalidRequest("server", "…", "is no http:// or https:// URL", FIX)
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     place = host if port is None else f"{host}:{port}"
     shown = urlunsplit((parts.scheme, place, parts.path, "", ""))  # users, passwords and keys are left out
-    return ServerTarget(printable(shown), lambda timeout: _over_http(str(url), headers, timeout))
+    identity = _digest(url, headers)
+    return ServerTarget(printable(shown), lambda timeout: _over_http(str(url), headers, timeout), identity=identity)
 
 
 def _program(command: Sequence[Any], env: object, cwd: object) -> ServerTarget:
     if not all(isinstance(one, str) and one and "\0" not in one for one in command):
-        raise InvalidRequest("server", list(command), "is no command", 'Pass ["program", "argument", …]')
+        raise InvalidRequest("server", "…", "is no command", 'Pass ["program", "argument", …]')
     if cwd is not None and not isinstance(cwd, str | os.PathLike):
         raise InvalidRequest("server.cwd", cwd, "is no folder", "Pass a path")
-    program = Program(command, _texts("env", env or {}), None if cwd is None else os.fspath(cwd))
-    return ServerTarget(printable(" ".join(command)), lambda _: _checked(program.opened()), program.words)
+    environment, folder = _texts("env", env or {}), None if cwd is None else os.fspath(cwd)
+    program, identity = Program(command, environment, folder), _digest(list(command), environment, folder)
+    return ServerTarget(
+        printable(" ".join(_masked(command))), lambda _: _checked(program.opened()), program.words, identity
+    )
+
+
+def _digest(*parts: object) -> bytes:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).digest()
+
+
+def _masked(command: Sequence[str]) -> list[str]:
+    """Return a command without the values of options such as --api-key, and of variables such as TOKEN=…."""
+    shown, hides = list[str](), False
+    for one in command:
+        name, is_pair, _ = one.partition("=")
+        secret = any(word in name.lower() for word in _SECRETS)
+        if hides and not one.startswith("-"):
+            shown.append("…")
+        else:
+            shown.append(f"{name}=…" if secret and is_pair else one)
+        hides = secret and not is_pair and one.startswith("-")
+    return shown
+
+
+_SECRETS = ("key", "token", "secret", "password", "passwd", "credential", "authorization")
 
 
 class Program:
