@@ -219,8 +219,9 @@ class ChatRequests:
             if overflow != "refuse":
                 messages = read_messages(self._front, messages)[0]  # pictures are opened once
             prompt = prompt_of(messages)
-            more = [tool.schema for tool in choice.shown], documents
-            prompt = prompt.plus(rule_of(overflow, messages, prompt_of, characters_of(more)))
+            if overflow != "refuse":
+                more = characters_of(([tool.schema for tool in choice.shown], documents))
+                prompt = prompt.plus(rule_of(overflow, messages, prompt_of, more))
             return Handle(self._host, self, prompt, effective)
 
         if not run_tools:

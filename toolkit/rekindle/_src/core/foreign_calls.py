@@ -187,7 +187,7 @@ DELTA: dict[str, str] = {
     **dict.fromkeys(
         ("choices", "delta", "response", "message", "generated_text", "output", "token", "outputs", "chunk"),
         "Write delta.text, or delta.content without a chat's reasoning"),
-    "usage": "Write done = await handle after the stream of handle = session.generate(prompt), and done.usage",
+    "usage": "Write handle = session.generate(prompt), read the stream, then done = await handle and done.usage",
     **{name: f"Write delta.text.{name}(…)" for name in STRINGS},
 }  # fmt: skip
 
@@ -241,6 +241,11 @@ def unknown(package: str, name: str, hint: str) -> AttributeError | ImportError:
     if hint and asking and (asking.f_code.co_name, asking.f_globals.get("__name__")) == _FROM_IMPORT:
         return ImportError(f"cannot import name {name!r} from {package!r}{hint}")
     return AttributeError(f"module {package!r} has no attribute {name!r}{hint}")
+
+
+def of_item(table: Mapping[str, str], name: object, hint: str) -> str:
+    """Return the advice about an item of an object that has none; it may be a number or a slice, too."""
+    return table.get(name, hint) if isinstance(name, str) else hint
 
 
 def missing(owner: str, name: str, table: Mapping[str, str], known: Iterable[str]) -> AttributeError:

@@ -21,7 +21,7 @@ from rekindle._src.core import words
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.drawable import Drawable, Record
 from rekindle._src.core.extension import NONE, DeviceLoad, Extensions
-from rekindle._src.core.foreign_calls import COMPLETION, DELTA, ForeignNames
+from rekindle._src.core.foreign_calls import COMPLETION, DELTA, ForeignNames, of_item
 from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.pictures import PictureLike, PicturePatch, patches_of, picture_runs
 from rekindle._src.core.prefix import PageNamespace, Prefix
@@ -463,7 +463,7 @@ class TextDelta(Record, ForeignNames):
     if not TYPE_CHECKING:
 
         def __getitem__(self, name: object) -> NoReturn:
-            raise TypeError(f"a delta has no items. {DELTA.get(name, 'Write delta.text')}")
+            raise TypeError(f"a delta has no items. {of_item(DELTA, name, 'Write delta.text')}")
 
         def __add__(self, other: object) -> NoReturn:
             raise TypeError("a delta is no text. Write delta.text")
@@ -504,7 +504,8 @@ class Usage(Record):
     if not TYPE_CHECKING:
 
         def __getitem__(self, name: object) -> NoReturn:
-            raise TypeError(f"a usage has no items. Write done.usage.{name}")
+            attribute = name if isinstance(name, str) else "total_tokens"
+            raise TypeError(f"a usage has no items. Write done.usage.{attribute}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -569,7 +570,7 @@ class Completion(Drawable, ForeignNames):
     if not TYPE_CHECKING:
 
         def __getitem__(self, name: object) -> NoReturn:
-            raise TypeError(f"a completion has no items. {COMPLETION.get(name, 'Write done.text')}")
+            raise TypeError(f"a completion has no items. {of_item(COMPLETION, name, 'Write done.text')}")
 
         def __add__(self, other: object) -> NoReturn:
             raise TypeError("a completion is no text. Write done.text")

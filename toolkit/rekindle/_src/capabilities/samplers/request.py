@@ -102,7 +102,8 @@ class SamplersIntake(Capability["BreakerTable | None"]):
             return None
         breakers = _breakers(sampling)
         if resource is None and breakers and front.tokenizer.has_text:  # nothing had to be waited for
-            resource = self._of(front).table(breakers)
+            tables = self._of(front)
+            resource = tables.find(breakers) or tables.table(breakers)
         return SamplerChain(sampling, resource)
 
     def _of(self, front: Front) -> BreakerTables:

@@ -184,6 +184,9 @@ class Asking:
             batch.cancel()
         if self.begun is not None and len(handles) > _FEW:
             await Batch(handles[:1], keep_errors=True)
+            if handles[0].error is not None:
+                batch.cancel()  # the rest would be computed for nothing
+                handles[0].completion()
             self.begun()
         for (one, read), done in zip(reads, await batch, strict=True):
             one.results.append(done)
