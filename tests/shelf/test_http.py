@@ -50,7 +50,7 @@ class FakeCheckpoint:
     async def wake(self) -> None:
         self.log.append("wake")
 
-    async def sleep(self, on_request: Callable[[], object]) -> None:
+    async def sleep(self, on_request: Callable[[], object], on_wait: Callable[[], object]) -> None:
         assert not self.live, "it is in use"
         self.log.append("sleep")
 
