@@ -12,7 +12,6 @@ import pytest
 import rekindle
 from helpers import adapters
 from helpers.small import TINY
-from helpers.thorough import by_default
 from rekindle import tiny
 from rekindle.models import load
 
@@ -134,7 +133,8 @@ def test_a_grammar_with_drafts_draws_the_same(opened: rekindle.Session) -> None:
         assert [session.generate_sync(PROMPTS[0], **ALL[number] | asked).token_ids for number in (2, 4, 6)] == expected
 
 
-@pytest.mark.parametrize("drafts", by_default(["none", "suffix"], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("drafts", ["none", "suffix"])
 def test_rows_with_adapters_draw_as_they_do_alone(tmp_path: Path, drafts: str) -> None:
     """Two adapters and the base in one step, each with every sampler; one that keeps a single token is greedy."""
     config = load(tiny.folder()).config

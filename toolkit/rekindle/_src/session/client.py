@@ -79,7 +79,7 @@ class Client:
         """The number of trainings that run."""
         return sum(not ended.filled for ended in self._trainings)
 
-    def add_training(self, ended: OneShot[Any]) -> None:
+    def add_training(self, ended: OneShot[T]) -> None:
         """Count a training as a use of the session until `ended` is filled."""
         with self._trainings_lock:
             self._trainings = (*(one for one in self._trainings if not one.filled), ended)
