@@ -21,7 +21,10 @@ CELLS = (
     'import rekindle\nsession = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64)\n'
     'ready = await session.generate("Once", max_tokens=4)\nprint("session ready")',
     "dashboard = session.watch()\ndashboard",
-    'view = session.view.stream("Once upon a time", max_tokens=1000, ignore_eos=True, temperature=1.0)\nview',
+    # It takes 50 s by itself: a hand that stops it may be slow.
+    "import time\n"
+    'view = session.view.stream("Once upon a time", max_tokens=1000, ignore_eos=True, temperature=1.0,\n'
+    "                           until=lambda text, ids: time.sleep(0.05))\nview",
     'print("status:", view.handle.status, session.stats().running)',
     'await session.generate("Once upon a time, " * 40, max_tokens=2)\nsession.view.tree()',
     "chat = session.view.chat(max_tokens=24, ignore_eos=True)\nchat",
