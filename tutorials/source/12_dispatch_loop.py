@@ -320,9 +320,7 @@ stats
 class Shouter(Poet):
     def fetch(self, in_flight: InFlight) -> StepResult:
         result = super().fetch(in_flight)
-        loud = [
-            dataclasses.replace(row, token_id=row.token_id and ord(chr(row.token_id).upper())) for row in result.rows
-        ]
+        loud = [row._replace(token_id=row.token_id and ord(chr(row.token_id).upper())) for row in result.rows]
         return dataclasses.replace(result, rows=tuple(loud))
 
 
