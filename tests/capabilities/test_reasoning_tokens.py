@@ -84,7 +84,7 @@ def test_tokens_within_a_character_count(size: int) -> None:
         assert len(tokens) == len(text.encode())
         assert count(tokenizer, [*tokens, *closing, *spelled(tokenizer, "ok")], size=size) == len(tokens), text
         cut = tokens[:-1]
-        assert count(tokenizer, [*cut, *closing], size=size) == len(cut), "its last character is no whole one"
+        assert count(tokenizer, [*cut, *closing], size=size) == len(cut), "its last character is incomplete"
         assert count(tokenizer, cut, size=size) == len(cut)
 
 

@@ -44,7 +44,7 @@ def shown(session: Session, **options: Any) -> Iterator[ChatView]:
 
 
 def drop(view: ChatView, *uris: Any, size: int = 100) -> None:
-    """As the page does it."""
+    """Press a button, as the page does."""
     for at, uri in enumerate(uris):
         value = {"at": at, "size": size, "uri": uri}
         view.widget._handle_custom_msg({"event": "file", "name": "", "value": value}, [])

@@ -30,7 +30,7 @@ def session() -> Iterator[Session]:
 
 
 def event(view: Any, **content: Any) -> None:
-    """As the page does it."""
+    """Press a button, as the page does."""
     view.widget._handle_custom_msg(content, [])
 
 

@@ -30,7 +30,7 @@ def slow() -> Iterator[Session]:
 
 
 def press(view: Live, name: str) -> None:
-    """As the page does it."""
+    """Press a button, as the page does."""
     view.widget._handle_custom_msg({"event": "press", "name": name}, [])
 
 

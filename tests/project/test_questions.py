@@ -15,7 +15,7 @@ STARTS = ("README.md", f"{GUIDE}/start.md")
 
 
 class Question(NamedTuple):
-    """What a user asks, the page that answers, and words of the answer."""
+    """A user's question, the page that answers it, and words of the answer."""
 
     asked: str
     page: str
@@ -53,7 +53,7 @@ def targets(page: Path) -> Iterator[str]:
 
 
 def near(start: str) -> set[str]:
-    """What two clicks reach."""
+    """The pages within two clicks of a page."""
     first = set(targets(ROOT / start))
     pages = {one for one in first if one.endswith(".md")}
     return first.union(*(targets(ROOT / page) for page in pages))

@@ -172,7 +172,7 @@ async def test_others_are_not_refused_while_many_documents_are_ranked(
 
 
 async def test_prompts_are_counted_with_all_that_is_in_each_of_them(served: Any) -> None:
-    """Of a question with 255 options the prompt is sent up to 255 times, and so is the instruction of a ranking."""
+    """A question with 255 options sends its prompt up to 255 times; a ranking repeats its instruction as often."""
     choices = [{"value": f"option {number}"} for number in range(255)]
     asked = [{"type": "choice", "instructions": "word " * 8_000, "choices": choices}] * 2
     answer = await post(served, "/v1/decisions", {"input": "x", "questions": asked})
