@@ -237,6 +237,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": USER("the header of a file of vectors", "LONGEST_HEADER")
     },
     "toolkit/rekindle/_src/core/captured.py": {"json.loads": US("the header of captures", "HEADER")},
+    "toolkit/rekindle/_src/core/guarded.py": {
+        "json.loads": STRANGER("a job, or the answer of a process that may have been overrun", "LONGEST_ANSWER")
+    },
     "toolkit/rekindle/_src/core/json_lines.py": {"json.loads": USER("a file of answers that is named", "a line")},
     "toolkit/rekindle/_src/core/names.py": {
         "difflib.get_close_matches": STRANGER("a misspelled name", "MAX_NAME; names of another length are passed over"),
@@ -284,7 +287,6 @@ CALLS: dict[str, dict[str, Text]] = {
         "ipaddress.ip_network": US("networks", "a constant"),
         "ipaddress.IPv6Network": US("a network", "a constant"),
     },
-    "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/compilers.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/endings.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
     "toolkit/rekindle/_src/structured/spec.py": {

@@ -112,7 +112,7 @@ def test_what_takes_too_long_is_ended_and_is_not_tried_again(
         for _ in range(2):
             with pytest.raises(InvalidRequest, match=r"took over 0\.1 s to compile, and was ended"):
                 made.compile(Spec(kind, text))
-            monkeypatch.setattr(compilers.subprocess, "Popen", None)
+            monkeypatch.setattr(compilers, "GuardProcess", None)
         assert made.compile(Spec("schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'))
     finally:
         made.close()
@@ -191,7 +191,7 @@ def test_a_compiler_ends_with_its_parent() -> None:
         "import sys, os, rekindle; from rekindle import tiny; from rekindle._src.text.tokenizer import Tokenizer;"
         "from rekindle._src.structured.grammar import Grammars; from rekindle._src.structured.spec import Spec;"
         "t = Tokenizer.load(tiny.folder()); g = Grammars(t, t.vocab_size); g.compile(Spec('regex', 'a'));"
-        "print(next(iter(g._compilers._trials))._process.pid, flush=True); os.kill(os.getpid(), 9)"
+        "print(next(iter(g._compilers._guards)).pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(done.stdout)

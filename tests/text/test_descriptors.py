@@ -115,4 +115,4 @@ def test_the_process_that_encodes_takes_no_prints_for_answers(tmp_path: Path, mo
     try:
         assert [process.encode("a" * length, False) for length in (3, 5)] == [[3], [5]]
     finally:
-        process._end()
+        process.close()

@@ -157,6 +157,9 @@ OTHERS: dict[str, dict[str, Other]] = {
     "evaluation/decisions/questions.py": {"MAX_OPTIONS": OURS, "MAX_QUESTIONS": OURS, "MAX_TEXT": OURS},
     "evaluation/decisions/ranking.py": {"MAX_DOCUMENTS": OURS},
     "scheduling/slow_rows.py": {"LONGEST": TIME},
+    "core/guard.py": {
+        "LONGEST_ANSWER": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
+    },
     "structured/compilers.py": {
         "LONGEST": TIME, "MOST_WAITING": TIME, "_MOST_SAID": SHOWN,
         "MOST_LEVELS": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),

@@ -1,24 +1,16 @@
-"""Conversion of grammars to llguidance's form, and the program of the processes that try untrusted grammars first.
+"""Conversion of grammars to llguidance's form, and the jobs of the guards that try untrusted grammars first.
 
-llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. So this file
-is run by itself, in a process that may die: it imports the standard library, llguidance and
-`rekindle_kernels.system` alone. A message is its
-length in four bytes, then JSON; the first one holds the settings of `main`, each of the others a grammar.
+llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. A guard reads
+this file by itself, so it imports the standard library and llguidance alone.
 """
 
 from __future__ import annotations
 
 import base64
-import json
-import os
-import queue
-import signal
-import struct
-import sys
-import threading
+import ctypes
 import time
-from collections.abc import Callable, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 # Of the automaton that a grammar's regexes become while they are followed, by all sequences together; its bytes have a
 # bound in `automata`. A text of maxLength makes 3 to 6 states for each character.
@@ -114,70 +106,22 @@ def first_mask(matcher: Any, mask: Any, size: int) -> None:
         raise ValueError(f"finding the tokens that may begin it took {seconds * 1e3:.0f} ms, which all would wait for")
 
 
-def send(stream: IO[bytes], message: Any) -> None:
-    """Write a message as JSON, with its length before it."""
-    data = json.dumps(message).encode()
-    stream.write(struct.pack("<I", len(data)) + data)
-    stream.flush()
-
-
-def receive(stream: IO[bytes]) -> Any:
-    """Read a message; None at the end of the stream."""
-    head = stream.read(4)
-    if len(head) < 4:
-        return None
-    (length,) = struct.unpack("<I", head)
-    data = stream.read(length)
-    return json.loads(data) if len(data) == length else None
-
-
-def main() -> None:
-    """Try grammars until the process that sends them is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(os, "nice"):
-        os.nice(5)  # serving comes first
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no other output may go there
-    first = receive(sys.stdin.buffer)
-    if first is None:
-        return
-    sys.path[:] = first["path"]
-    threading.stack_size(first["stack"])
-    jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_try_all, args=(first, jobs, answers), daemon=True).start()
-    while (job := receive(sys.stdin.buffer)) is not None:
-        jobs.put(job)
-    os._exit(0)  # even within a grammar
-
-
-def _try_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> None:
-    """Answer one grammar after the other, in a thread of its own: for its stack, and because the main thread reads."""
-    import ctypes
-
-    from rekindle_kernels import system  # found by the path that the first message brought
-
-    system.forbid_core_dumps()
-    tokenizer = new_tokenizer(first["tokenizer"], first["vocab_size"], first["ends"])
-    size = 4 * -(-first["vocab_size"] // 32)
+def prepare(settings: Mapping[str, Any]) -> Callable[[dict[str, Any]], dict[str, str]]:
+    """Return the job of a guard: it tries the grammar with these arguments of `grammar_text`, and returns its text."""
+    tokenizer = new_tokenizer(settings["tokenizer"], settings["vocab_size"], settings["ends"])
+    size = 4 * -(-settings["vocab_size"] // 32)
     mask = ctypes.create_string_buffer(size + 4)
-    aligned = -(-ctypes.addressof(mask) // 4) * 4
-    system.limit_memory(first["memory"])
-    while True:
-        job = jobs.get()
-        system.end_after_processor_time(first["seconds"])
+
+    def attempt(job: dict[str, Any]) -> dict[str, str]:
         try:
             text = grammar_text(**job)
             matcher = new_matcher(tokenizer, text).deep_copy()
-            first_mask(matcher, aligned, size)
+            first_mask(matcher, -(-ctypes.addressof(mask) // 4) * 4, size)
             matcher.compute_ff_tokens()
-            answer = {"text": text}
         except ValueError as error:
-            answer = {"refused": str(error)}
+            return {"refused": str(error)}
         except Exception as error:
-            answer = {"refused": f"{type(error).__name__}: {error}"}
-        system.end_after_processor_time(0.0)
-        send(answers, answer)
+            return {"refused": f"{type(error).__name__}: {error}"}
+        return {"text": text}
 
-
-if __name__ == "__main__":
-    main()
+    return attempt

@@ -10,23 +10,19 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
-import importlib.util
 import json
 import re
-import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from rekindle._src.core.guard import Cause, GuardEnded, GuardLimits, GuardProcess
 from rekindle._src.core.priority import yield_to_others
 from rekindle._src.structured import compile_worker
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
-from rekindle_kernels import system
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Spec
@@ -96,7 +92,7 @@ class Compilers(Generic[T]):
         self._simple, self._others = _Lane(1), _Lane(COMPILING)
         self._used: dict[str, float] = {}  # seconds that each caller has used the processes, lately
         self._closed = False
-        self._trials: set[Trial] = set()
+        self._guards: set[GuardProcess] = set()
 
     def submit(self, spec: Spec, caller: str = "") -> Job[T]:
         """Begin to compile a spec, or wait for others. Raises `Busy` if too many wait already."""
@@ -130,8 +126,8 @@ class Compilers(Generic[T]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            for trial in self._trials:
-                trial.kill()
+            for guard in self._guards:
+                guard.kill()
             jobs = [*self._simple.jobs, *self._others.jobs]
             self._simple.jobs.clear()
             self._others.jobs.clear()
@@ -168,21 +164,21 @@ class Compilers(Generic[T]):
     def _text_after_trial(self, spec: Spec, state: ThreadState) -> str:
         """Return a grammar's text for llguidance, once a process has compiled it."""
         check_levels(spec)
-        if state.trial is None or state.trial.ended:
+        if state.guard is None or state.guard.ended:
             self._end(state)
-            state.trial = Trial(self._needs(spec))
+            state.guard = new_guard(self._needs(spec))
             with self._changed:
-                self._trials.add(state.trial)
+                self._guards.add(state.guard)
                 if self._closed:
-                    state.trial.kill()
+                    state.guard.kill()
         self._prepare(spec)  # while the process starts
-        return state.trial.text(spec)
+        return text_of_trial(state.guard, spec)
 
     def _end(self, state: ThreadState) -> None:
-        if state.trial is not None:
-            state.trial.end()
+        if state.guard is not None:
+            state.guard.end()
             with self._changed:
-                self._trials.discard(state.trial)
+                self._guards.discard(state.guard)
 
     def _next(self, lane: _Lane) -> Job[T] | None:
         """Wait for the next job; None after `IDLE_SECONDS` without one, when the thread is to end."""
@@ -232,105 +228,46 @@ class _Lane:
 class ThreadState:
     """The state of one thread."""
 
-    trial: Trial | None = None
+    guard: GuardProcess | None = None
 
 
-class Trial:
-    """A process that tries grammars."""
+def new_guard(settings: Mapping[str, Any]) -> GuardProcess:
+    """Start a process that tries grammars."""
+    limits = GuardLimits(MEMORY, WORKER_STACK, gives_way=True)
+    try:
+        return GuardProcess(Path(compile_worker.__file__), settings, limits, modules=("llguidance",))
+    except OSError as error:
+        raise RequestFailed(
+            f"no process could be started to compile the grammar: {error}. Check {sys.executable!r}, or "
+            "use a schema without patterns and allOf"
+        ) from error
 
-    def __init__(self, needs: dict[str, Any]) -> None:
-        self.ended = self._late = False
-        module = importlib.util.find_spec("llguidance")
-        folders = [] if module is None or module.origin is None else [str(Path(module.origin).parent.parent)]
-        path = [*dict.fromkeys([*sys.path, *folders])]
-        limits = {"seconds": COMPILE_SECONDS, "memory": MEMORY, "stack": WORKER_STACK, "path": path}
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", compile_worker.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                **system.own_group(),
-            )
-        except OSError as error:
-            raise RequestFailed(
-                f"no process could be started to compile the grammar: {error}. Check {sys.executable!r}, or "
-                "use a schema without patterns and allOf"
-            ) from error
-        self._first = {**needs, **limits}
-        self._sent = False
 
-    def text(self, spec: Spec) -> str:
-        """Try a grammar and return its text for llguidance. Raises `InvalidRequest`, or `Busy`."""
-        timer = threading.Timer(LONGEST, self._kill_late)
-        timer.daemon = True
-        timer.start()
-        answer = None
-        with contextlib.suppress(OSError, ValueError):  # the process is gone
-            if not self._sent:
-                self._sent = True
-                compile_worker.send(self._stdin, self._first)
-            compile_worker.send(self._stdin, _fields(spec))
-            answer = compile_worker.receive(self._stdout)
-        timer.cancel()
-        if answer is None:
-            raise self._death(spec, self._ended())
-        if "refused" in answer:
-            raise refusal_error(spec, answer["refused"])
-        return str(answer["text"])
+def text_of_trial(guard: GuardProcess, spec: Spec) -> str:
+    """Try a grammar and return its text for llguidance. Raises `InvalidRequest`, or `Busy`."""
+    try:
+        answer = guard.ask(_fields(spec), seconds=LONGEST, processor=COMPILE_SECONDS)
+    except GuardEnded as end:
+        raise _end_error(spec, end) from None
+    if "refused" in answer:
+        raise refusal_error(spec, str(answer["refused"]))
+    return str(answer["text"])
 
-    @property
-    def _stdin(self) -> IO[bytes]:
-        assert self._process.stdin is not None, "a pipe"
-        return self._process.stdin
 
-    @property
-    def _stdout(self) -> IO[bytes]:
-        assert self._process.stdout is not None, "a pipe"
-        return self._process.stdout
-
-    def kill(self) -> None:
-        """End the process, from any thread."""
-        self.ended = True
-        with contextlib.suppress(OSError):
-            self._process.kill()
-
-    def end(self) -> int:
-        """Kill the process and free its pipes. Return its exit status."""
-        self.kill()
-        status = self._process.wait()
-        for stream in (self._stdin, self._stdout):
-            with contextlib.suppress(OSError):
-                stream.close()
-        return status
-
-    def _kill_late(self) -> None:
-        self._late = True
-        self.kill()
-
-    def _ended(self) -> int:
-        """Return the status of a process that closed its pipe, which it does as it ends."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return self.end()
-
-    def _death(self, spec: Spec, status: int) -> Exception:
-        """Return the error of a grammar without an answer."""
-        if self._late and sys.platform != "win32":
+def _end_error(spec: Spec, end: GuardEnded) -> Exception:
+    """Return the error of a grammar that ended its guard."""
+    match end.cause:
+        case Cause.LATE if sys.platform != "win32":
             return busy_error(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
-        if self._late or status == -getattr(signal, "SIGPROF", 0):
-            return InvalidRequest(
-                spec.kind, spec.text, f"took over {COMPILE_SECONDS:g} s to compile, and was ended", "Use a smaller one"
-            )
-        if status in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0), 0xC00000FD):
-            return InvalidRequest(
-                spec.kind, spec.text, "nests too deeply: its compiler's stack overflowed", "Use fewer levels"
-            )
-        if status in (-getattr(signal, "SIGABRT", 0), 0xC0000409):  # Windows's number of an abort
-            return InvalidRequest(
-                spec.kind, spec.text, f"takes over {MEMORY >> 20:,} MiB to compile, and was ended", "Use a smaller one"
-            )
-        return busy_error(f"the process that tried this one ended with status {status}")
+        case Cause.LATE | Cause.PROCESSOR:
+            problem, fix = f"took over {COMPILE_SECONDS:g} s to compile, and was ended", "Use a smaller one"
+        case Cause.STACK:
+            problem, fix = "nests too deeply: its compiler's stack overflowed", "Use fewer levels"
+        case Cause.MEMORY:
+            problem, fix = f"takes over {MEMORY >> 20:,} MiB to compile, and was ended", "Use a smaller one"
+        case _:
+            return busy_error(f"the process that tried this one ended with status {end.status}")
+    return InvalidRequest(spec.kind, spec.text, problem, fix)
 
 
 def busy_error(why: str) -> Busy:
