@@ -14,10 +14,10 @@ NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
 
 
 def brief(sentence: str) -> str:
-    """Shorten a sentence of more than ten words to its first six, its last three, and a digest of all of them."""
+    """Shorten a sentence of more than ten words to its first four, its last two, and a digest of all of them."""
     words = sentence.split(" ")
     digest = hashlib.sha256(sentence.encode()).hexdigest()[:6]
-    return sentence if len(words) <= 10 else " ".join((*words[:6], "…", *words[-3:], f"({digest})"))
+    return sentence if len(words) <= 10 else " ".join((*words[:4], "…", *words[-2:], f"({digest})"))
 
 
 @pytest.mark.parametrize(("path", "name"), NAMED, ids=lambda text: str(text))
