@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from helpers import seeing, sessions
+from helpers.pressing import hear, press
 from helpers.sessions import CONFIG, eventually
 from rekindle import Session
 from rekindle._src.images import decode_uri
@@ -44,14 +45,10 @@ def shown(session: Session, **options: Any) -> Iterator[ChatView]:
 
 
 def drop(view: ChatView, *uris: Any, size: int = 100) -> None:
-    """Press a button, as the page does."""
+    """Drop files, as the page does."""
     for at, uri in enumerate(uris):
         value = {"at": at, "size": size, "uri": uri}
-        view.widget._handle_custom_msg({"event": "file", "name": "", "value": value}, [])
-
-
-def press(view: ChatView, name: str) -> None:
-    view.widget._handle_custom_msg({"event": "press", "name": name}, [])
+        hear(view, {"event": "file", "name": "", "value": value})
 
 
 def names(view: ChatView) -> set[str]:

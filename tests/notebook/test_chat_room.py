@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.pressing import press
 from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Session, tiny
 from rekindle._src.notebook.chat import ChatView
@@ -37,14 +38,9 @@ def view(session: Session) -> Iterator[ChatView]:
     made.join(10)
 
 
-def press(view: Any, name: str) -> None:
-    view.widget.hear({"event": "press", "name": name})
-
-
 def say(view: Any, text: str) -> None:
     """As the page does it: type and press Enter."""
-    fields = {"say": [text, view.widget.value("say")]}
-    view.widget.hear({"event": "press", "name": "say:enter", "fields": fields})
+    press(view, "say:enter", say=[text, view.widget.value("say")])
 
 
 def answered(view: ChatView, text: str) -> None:
@@ -236,7 +232,7 @@ def models(view: Any) -> list[str]:
 
 
 def choose(view: Any, model: str) -> None:
-    view.widget.hear({"event": "press", "name": "model", "fields": {"model": [model, ""]}})
+    press(view, "model", model=[model, ""])
 
 
 def test_the_model_of_the_next_answer_is_chosen_among_open_sessions(view: ChatView, session: Session) -> None:

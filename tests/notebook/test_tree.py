@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.bounds import Within
+from helpers.pressing import mark, press
 from helpers.sessions import CONFIG, engine_of, opened
 from rekindle import NodeView, Session
 from rekindle._src.core.prefix import Prefix
@@ -27,11 +28,6 @@ def session() -> Iterator[Session]:
         for prompt in (SHARED + LEFT, SHARED + RIGHT, SHARED + LEFT):
             made.generate_sync(prompt + "x", max_tokens=1)
         yield made
-
-
-def event(view: Any, **content: Any) -> None:
-    """Press a button, as the page does."""
-    view.widget._handle_custom_msg(content, [])
 
 
 def bar(view: Any, text: str) -> int:
@@ -125,24 +121,24 @@ def test_a_strangers_text_is_text() -> None:
 def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) -> None:
     view = session.view.tree()
     assert view.picture.count('data-token="') == 3
-    event(view, event="token", name="", value=bar(view, "bb"))
+    mark(view, bar(view, "bb"))
     assert LEFT in view.picture
     assert {"pin", "drop", "back"} <= {control["name"] for control in view.widget.controls}
-    event(view, event="press", name="pin")
+    press(view, "pin")
     assert "32 tokens stay on the device" in view.widget.note
     assert all(node.pinned for node in session.cache.tree().nodes if node.text[0] in "ab")
     assert "unpin" in {control["name"] for control in view.widget.controls}
     assert next(control for control in view.widget.controls if control["name"] == "drop")["disabled"]
-    event(view, event="press", name="unpin")
+    press(view, "unpin")
     assert not any(node.pinned for node in session.cache.tree().nodes)
-    event(view, event="press", name="drop")
+    press(view, "drop")
     assert "2 pages left the device" in view.widget.note
     assert [node.text[0] for node in session.cache.tree().nodes] == ["a", "c"]
     assert "pin" not in {control["name"] for control in view.widget.controls}
     session.check_integrity()
     for value in (99, -1, "0", None):
-        event(view, event="token", name="", value=value)
-    event(view, event="press", name="drop")
+        mark(view, value)
+    press(view, "drop")
     assert len(session.cache.tree().nodes) == 2, "nothing is marked"
 
 
@@ -156,7 +152,7 @@ def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: S
         fresh.generate_sync(SHARED + "x", max_tokens=1)
         assert "no prompt has found a whole page here yet" in fresh.view.tree().picture
     session.cache.clear().result_sync()
-    event(view, event="press", name="refresh")
+    press(view, "refresh")
     assert f"Nothing is cached now. What requests compute stays here, in whole pages of {SIZE} tokens" in view.picture
     assert "shares a bar" not in view.picture
 
@@ -178,7 +174,7 @@ def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
     view = session.view.tree()
     assert "the typed prompt" not in view.picture
     half = SHARED + LEFT[:SIZE]
-    event(view, event="press", name="prompt:enter")
+    press(view, "prompt:enter")
     view.widget.values = {"prompt": half + "x"}
     assert f"the typed prompt hits {2 * SIZE} tokens here" in view.picture
     assert f"the typed prompt hits {SIZE} tokens here" in view.picture, "a part of the next bar"
@@ -193,9 +189,9 @@ def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
 def test_a_bar_that_has_left_the_cache_says_so(session: Session) -> None:
     view = session.view.tree()
     session.cache.clear().result_sync()
-    event(view, event="token", name="", value=0)
+    mark(view, 0)
     assert "is no longer in the cache" in view.widget.note
-    event(view, event="press", name="refresh")
+    press(view, "refresh")
     assert "Nothing is cached now." in view.picture
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.fakes import EchoModel
+from helpers.pressing import act, press
 from helpers.sessions import CONFIG, eventually, front_of, opened
 from rekindle import Session
 from rekindle._src.core.records import Status
@@ -33,11 +34,6 @@ def slow() -> Iterator[Session]:
     eventually(lambda: not any(thread.name == "rekindle view" for thread in threading.enumerate()))
 
 
-def press(view: Live, name: str) -> None:
-    """Press a button, as the page does."""
-    view.widget._handle_custom_msg({"event": "press", "name": name}, [])
-
-
 def test_a_stream_shows_the_text_and_then_the_completion(session: Session) -> None:
     view = session.view.stream("hello", max_tokens=30)
     assert isinstance(view, StreamView)
@@ -58,7 +54,7 @@ def test_a_stream_has_its_prompt_before_the_text_and_a_stop_that_acts(slow: Sess
     assert picture.index('role="log"') < picture.index("tokens so far")
     for name in ("copy", "stop"):
         assert not view.handle.done
-        view.widget._handle_custom_msg({"event": "act", "name": name, "value": 0}, [])
+        act(view, name, 0)
     view.join(60)
     assert view.handle.status is Status.ABORTED
     assert view.picture.index("hello &lt;b&gt;") < view.picture.index("stopped after")

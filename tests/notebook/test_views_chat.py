@@ -12,6 +12,7 @@ import pytest
 
 from helpers.chatting import saying
 from helpers.fakes import EchoModel
+from helpers.pressing import act, hear, mark, press
 from helpers.replies import tool
 from helpers.sessions import eventually, opened
 from rekindle import Sampling, Session
@@ -29,23 +30,10 @@ def slow() -> Iterator[Session]:
     eventually(lambda: not any(thread.name == "rekindle view" for thread in threading.enumerate()))
 
 
-def press(view: Live, name: str) -> None:
-    """Press a button, as the page does."""
-    view.widget._handle_custom_msg({"event": "press", "name": name}, [])
-
-
-def act(view: Live, name: str, at: int) -> None:
-    view.widget._handle_custom_msg({"event": "act", "name": name, "value": at}, [])
-
-
 def names(view: Live) -> list[str]:
     """The controls that it has now."""
     view.refresh()
     return [control["name"] for control in view.widget.controls]
-
-
-def click(view: Live, token: int) -> None:
-    view.widget._handle_custom_msg({"event": "token", "name": "", "value": token}, [])
 
 
 @pytest.fixture
@@ -237,7 +225,7 @@ def test_a_click_marks_a_token_and_the_button_forks_there(view: ChatView) -> Non
     view.send("hello")
     before = view.handle.result_sync().text
     assert 'data-token="7"' in view.draw()
-    click(view, 7)
+    mark(view, 7)
     assert "fork" in names(view)
     assert view.draw().count("aria-current") == 1
     view.widget.fill("instead", "Q")
@@ -251,10 +239,10 @@ def test_a_mark_can_be_taken_back(view: ChatView) -> None:
     view.send("hello")
     first = view.handle
     first.result_sync()
-    click(view, 7)
+    mark(view, 7)
     press(view, "keep")
     press(view, "fork")  # its button is gone, but its message may be on the way
-    click(view, 700)
+    mark(view, 700)
     assert view.handle is first
     assert view._marked is None
 
@@ -286,7 +274,7 @@ def test_what_is_edited_or_answered_again_stays_as_another_version(view: ChatVie
     act(view, "earlier", 0)
     assert [message["content"] for message in view._whole()] == ["hello", first, "more", second]
     assert "<span>1/2</span>" in view.draw() and view.widget.value("say") == ""
-    click(view, 3)
+    mark(view, 3)
     assert "fork" in names(view), "its tokens are still those of its request"
     act(view, "earlier", 0)
     assert view.messages[0]["content"] == "hello", "there is none before it"
@@ -334,7 +322,7 @@ def test_a_marked_token_shows_what_could_stand_there(view: ChatView, slow: Sessi
     view.send("hello")
     view.handle.result_sync()
     assert view._choices(7) == []
-    click(view, 7)
+    mark(view, 7)
     eventually(lambda: 'data-row="use"' in view.picture)
     found = view._choices(7)
     assert len(found) >= 5 and found[0].probability > found[4].probability
@@ -349,7 +337,7 @@ def test_an_answer_with_logprobs_knows_what_could_stand_there(slow: Session, vie
     view._options["logprobs"] = 3
     view.send("hello")
     view.handle.result_sync()
-    click(view, 7)
+    mark(view, 7)
     chosen = slow.tokenizer.decode([view.answer_ids[7]])
     assert view._peek is None, "nothing is asked"
     assert [one.text for one in view._choices(7) if one.chosen] == [chosen]
@@ -426,7 +414,7 @@ def test_errors_are_shown(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_what_the_page_sends_is_not_trusted(view: ChatView) -> None:
     for content in (None, {}, {"event": 3}, {"event": "press", "name": "draw"}, {"event": "token", "value": "x"}):
-        view.widget._handle_custom_msg(content, [])
+        hear(view, content)
     view.send("<script>alert(1)</script>")
     view.handle.result_sync()
     assert "<script" not in view.draw()
