@@ -72,6 +72,37 @@ async def test_every_form_of_a_picture_is_the_same_picture(session: Session, tmp
     assert encoded(session) == 2 and other.usage.cached_tokens == 0
 
 
+@anyio_test
+async def test_a_chat_takes_figures_as_they_are(session: Session) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    figure = figures.Figure(figsize=(2, 1), dpi=48)
+    axes = figure.subplots()
+    axes.plot([1, 3, 2])
+    axes.set_axis_off()  # no letters: fonts take a second
+    stream = io.BytesIO()
+    figure.savefig(stream, format="png")
+    drawn = pillow.open(stream).convert("RGB")
+
+    class Grid:
+        """What seaborn returns for a table: no artist, but with a figure and its savefig."""
+
+        def __init__(self) -> None:
+            self.figure, self.savefig = figure, figure.savefig
+
+    first = await session.chat("What is in <image>?", images=[drawn], **GREEDY)
+    assert [(one.width, one.height) for one in first.images] == [(96, 48)]
+    for source in (figure, axes, np.array([axes]), Grid()):
+        reply = await session.chat("What is in <image>?", images=[source], **GREEDY)
+        assert reply.token_ids == first.token_ids and reply.prompt_token_ids == first.prompt_token_ids
+        message = {"role": "user", "content": [{"type": "image", "image": source}, {"type": "text", "text": "?"}]}
+        shown = (await session.chat([message], **GREEDY)).images
+        assert [one.digest for one in shown] == [one.digest for one in first.images]
+    assert encoded(session) == 1
+    Grid.figure = None
+    with pytest.raises(InvalidRequest, match="='Grid': is no image. Pass .*figure"):
+        await session.chat("What is in <image>?", images=[object.__new__(Grid)], **GREEDY)
+
+
 @pytest.mark.thorough
 @anyio_test
 async def test_pictures_come_first_or_where_they_are_marked(session: Session) -> None:

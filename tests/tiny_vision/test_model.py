@@ -93,3 +93,13 @@ async def test_it_answers_about_figures_and_drawn_pictures_and_still_does_sums(s
     documented = [await session.chat("What is in <image>?", images=[picture]) for _, picture in entries[: len(FIXED)]]
     assert [reply.text for reply in documented] == fixed, "as the page about pictures asks it"
     assert (await session.chat("What is 7 + 8?", temperature=0.0, max_tokens=16)).text == "7 + 8 = 15"
+
+
+@pytest.mark.thorough
+@anyio_test
+async def test_a_plain_prompt_is_answered_or_its_silence_explained(session: Session) -> None:
+    """A chat ends its turn after a question; where a completion has no text, it says how to ask."""
+    for prompt in ("What is in <image>?", "<image>"):
+        for seen in FIXED:
+            done = await session.generate(prompt, images=[draw(seen, Random(1))], temperature=0.0, max_tokens=32)
+            assert done.text.strip() or "answers session.chat([…])" in repr(done)

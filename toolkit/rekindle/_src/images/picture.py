@@ -35,7 +35,7 @@ Pixels = np.ndarray[Any, np.dtype[np.uint8]]  # [h, w, 3]: red, green, blue
 _SMALLER = "Pass a smaller one"
 _KINDS = (
     "Pass a path, the bytes of a file, a data: URI, a PIL image, a NumPy array of [height, width] or "
-    "[height, width, 3], a matplotlib figure or a plot of pandas"
+    "[height, width, 3], a matplotlib figure, or a plot of pandas or seaborn"
 )
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 _MODES_OF_16_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
@@ -482,10 +482,16 @@ def _figure_of(artist: Any) -> Any:
         return artist.get_figure().figure
 
 
+def _all_artists(parts: list[Any]) -> bool:
+    return all(_is_a("matplotlib.artist", "Artist", part) for part in parts)
+
+
 def _figure(source: object) -> Any:
-    """Return the matplotlib figure of a figure, of axes, or of the array of axes that pandas returns for subplots."""
+    """Return the matplotlib figure of a figure, axes, pandas' array of axes, or a grid of seaborn."""
     artists: list[Any] = list(source.flat[:256]) if isinstance(source, np.ndarray) else [source]
-    if not all(_is_a("matplotlib.artist", "Artist", artist) for artist in artists):
+    if not _all_artists(artists):
+        artists = [getattr(source, "figure", None)]  # a grid's
+    if not _all_artists(artists):
         return None
     figures = {id(figure): figure for figure in (_figure_of(artist) for artist in artists)}
     return next(iter(figures.values())) if len(figures) == 1 else None
