@@ -17,16 +17,20 @@ import pytest
 
 import rekindle
 from helpers.small import TINY
-from rekindle import Capture, Session
+from rekindle import Capture, EngineConfig, Session
 from rekindle._src.calls.conversation import Conversation
 from rekindle._src.calls.embedding import EMBEDS, _say_untrained
+from rekindle._src.calls.handle import Completions
 from rekindle._src.core import cell_errors
 from rekindle._src.core.foreign_calls import (
     CLASS,
     COMPLETION,
+    COMPLETIONS,
+    CONFIG,
     CONVERSATION,
     DELTA,
     MESSAGE,
+    MODEL_NAME,
     MODULE,
     SESSION,
     TOKENIZER,
@@ -44,6 +48,7 @@ TRAIN, ADAPTER, PADDED = "logits, params = session.trainable()", "await session.
 LANGCHAIN = 'ChatOpenAI(base_url=server.url + "/v1"'
 SAY = "reply = await chat.say(text)"
 TUNE = 'await session.tune("mine", data, rank=8)'
+NAME = "rekindle: session.model is the model's name."
 ROLE = "[{'role': 'user', 'content': 'hi'}]"
 # What is written, and words of the answer that say what to write here.
 CELLS: dict[str, dict[str, str]] = {
@@ -275,6 +280,16 @@ CELLS: dict[str, dict[str, str]] = {
         "(await session.generate('hi', max_tokens=2)).usage['prompt_tokens']": "Write done.usage.prompt_tokens",
         "await session.conversation().send('hi')": SAY,
         "session.conversation().append({'role': 'user', 'content': 'hi'})": "session.conversation(messages)",
+        "len(await session.generate('hi', max_tokens=2))": "Write len(done.text)",
+        "(await session.generate(['hi', 'ho'], max_tokens=2)).text": "[done.text for done in results]",
+        "(await session.generate('hi', n=2, max_tokens=2)).outputs": "[done.text for done in results]",
+        "session.config.max_position_embeddings": "session.config.max_model_len",
+        "session.config.num_hidden_layers": "rekindle.models.load(session.model).config",
+        "session.config.vocab_size": "session.tokenizer.vocab_size",
+        "session.config.page_sizes": "Did you mean page_size?",
+        "await session.embed()": "Pass a text such as",
+        "await session.score()": "Pass a text such as",
+        "session.pin()": "Pass a text such as",
     },
 }
 EVERY = [pytest.param(cell, words, id=f"{source}: {cell}") for source in CELLS for cell, words in CELLS[source].items()]
@@ -313,7 +328,8 @@ def test_the_answer_says_what_to_write(cell: str, words: str, session: Session) 
 def test_names_that_exist_are_in_no_table(session: Session) -> None:
     done = session.generate_sync("hi", max_tokens=1)
     tables = (MODULE, rekindle), (SESSION, Session), (TOKENIZER, Tokenizer), (COMPLETION, type(done)), (MESSAGE, dict)
-    tables += (DELTA, TextDelta), (CONVERSATION, Conversation)
+    tables += (DELTA, TextDelta), (CONVERSATION, Conversation), (COMPLETIONS, Completions), (MODEL_NAME, str)
+    tables += ((CONFIG, EngineConfig),)
     for table, owner in (*tables, (CLASS, Session)):
         assert not [name for name in table if name in dir(owner)]
         assert all(fix[0].isupper() and not fix.endswith(".") for fix in table.values())
@@ -348,6 +364,21 @@ def test_a_property_that_fails_keeps_its_own_error() -> None:
         Failing(None).broken  # noqa: B018
 
 
+def test_a_completion_is_true_and_its_list_a_list(session: Session) -> None:
+    results = session.generate_sync(["hi", "ho"], max_tokens=2)
+    done = results[0]
+    assert done and bool(done) and [one for one in results if one] == results
+    assert len(results) == 2 and isinstance(results, list) and pickle.loads(pickle.dumps(results))[0].text == done.text
+    assert np.array([done, done], object).shape == (2,)
+    with pytest.raises(TypeError):
+        list(done)
+
+
+def test_sizes_that_are_advised_are_there() -> None:
+    config = rekindle.models.load("tiny").config
+    assert config.num_layers > 0 and config.hidden_size > 0 and config.vocab_size > 0
+
+
 def test_a_reply_as_a_message_is_a_dict(session: Session) -> None:
     message = session.chat("hi", max_tokens=2).result_sync().message
     plain = {"role": "assistant", "content": message["content"]}
@@ -358,8 +389,8 @@ def test_a_reply_as_a_message_is_a_dict(session: Session) -> None:
     assert session.render(asked) == session.render([asked[0], plain, asked[2]])
 
 
-def test_a_cell_that_waits_in_a_way_of_scripts_is_told_how_cells_wait(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_line_after_a_cell_corrects_what_python_refuses(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
     shell = interactiveshell.InteractiveShell()
@@ -373,7 +404,25 @@ def test_a_cell_that_waits_in_a_way_of_scripts_is_told_how_cells_wait(
         "open_sync = 3\nawait open_sync": "",
         "class A:\n    def generate(self): pass\n(await A().generate)('hi')": cell_errors.CALLED,
         "class A:\n    def other(self): pass\n(await A().other)('hi')": "",
+        "rekindle('hi')": cell_errors.MODULE_CALLED,
+        "import math\nmath('hi')": "",
+        "import json\ndone = session.generate_sync('hi', max_tokens=2)\njson.loads(done)": cell_errors.JSON,
+        "json.loads(session)": "",
+        "done.text()": cell_errors.TEXT_CALLED,
+        "'hi'()": "",
+        "done.content[0].text": cell_errors.TEXT_PARTS,
+        "done.text.nothing": cell_errors.TEXT_PARTS,
+        "'hi'.text": "",
+        "import rekindle.llm": f"rekindle: there is no module rekindle.llm. {MODULE['LLM']}",
+        "from rekindle.nobody.nothing import LLM": f"rekindle: there is no module rekindle.nobody. {MODULE['LLM']}",
+        "import nothing_like_this": "",
+        "session.model.config.num_hidden_layers": f"{NAME} {MODEL_NAME['config']}",
+        "session.model.layers[0]": f"{NAME} {MODEL_NAME['layers']}",
+        "session.model.generate('hi')": f"{NAME} {MODEL_NAME['generate']}",
+        "session.model('hi')": f"{NAME} {MODEL_NAME['generate']}",
+        "session.model.nothing": "",
     }
+    shell.push({"session": session})
     for cell, explained in cells.items():
         result = asyncio.run(shell.run_cell_async(cell, transformed_cell=cell))
         shell.events.trigger("post_run_cell", result)  # as the kernel does it

@@ -99,7 +99,7 @@ async def test_a_chat_takes_figures_as_they_are(session: Session) -> None:
         assert [one.digest for one in shown] == [one.digest for one in first.images]
     assert encoded(session) == 1
     Grid.figure = None
-    with pytest.raises(InvalidRequest, match="='Grid': is no image. Pass .*figure"):
+    with pytest.raises(InvalidRequest, match=r"='Grid': is no image\. Pass .*figure"):
         await session.chat("What is in <image>?", images=[object.__new__(Grid)], **GREEDY)
 
 

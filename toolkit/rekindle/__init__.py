@@ -15,6 +15,7 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from rekindle._src.core.cell_errors import explain_cell_errors
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.drawable import draw_with
 from rekindle._src.core.memory import gc_paused
@@ -226,6 +227,7 @@ def _drawn(value: object) -> str:
 
 
 draw_with(_drawn)
+explain_cell_errors()  # of the cell that imports this module, too
 
 
 def __dir__() -> list[str]:

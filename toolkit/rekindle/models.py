@@ -15,16 +15,19 @@ bits. `rekindle.models.export` writes a checkpoint as a GGUF file or as a folder
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rekindle._src.core.dtypes import DTypeLike
 from rekindle._src.core.foreign_calls import MODELS, missing
 from rekindle._src.evaluation.parity import ParityReport, TokenDifference, compare, deterministic_logprobs
 from rekindle._src.models.base import Graph, LoadedModel, Model, merge
 from rekindle._src.models.calibration import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading import checkpoint, reading
+from rekindle._src.models.loading.checkpoint import Report
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import logits, token_logprobs
@@ -32,6 +35,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.exporting import calibrate, export
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
+from rekindle.tiny import located
 
 if TYPE_CHECKING:
     import jax
@@ -44,6 +48,33 @@ __all__ = [
     "TokenDifference", "Tokenizer", "calibrate", "config_from_hf", "export", "load", "logits", "logprobs_like",
     "merge", "parity", "random_model", "token_logprobs",
 ]  # fmt: skip
+
+
+def load(
+    model: str | Path,
+    *,
+    dtype: DTypeLike = "auto",
+    quantize: str | Mapping[str, str | None] | None = None,
+    quantize_embeddings: bool = True,
+    progress: Report | None = None,
+    cache_dir: str | Path | None = None,
+    place: reading.Place = reading.place_on_default_device,
+) -> LoadedModel:
+    """Load a folder, a GGUF file, a hub id or "tiny", tensor by tensor into its final layout, in parallel.
+
+    With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, on CPU others
+    up to 4 GiB too, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
+    leaf on its device or devices.
+    """
+    return checkpoint.load(
+        located(model),
+        dtype=dtype,
+        quantize=quantize,
+        quantize_embeddings=quantize_embeddings,
+        progress=progress,
+        cache_dir=cache_dir,
+        place=place,
+    )
 
 
 def parity(

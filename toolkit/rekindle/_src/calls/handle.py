@@ -18,6 +18,7 @@ from rekindle._src.core import words
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.drawable import Drawable
+from rekindle._src.core.foreign_calls import COMPLETIONS, ForeignNames
 from rekindle._src.core.left_out import LeftOut
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.pictures import PictureLike
@@ -608,8 +609,10 @@ class SyncStream(Drawable, Iterator[TextDelta]):
             raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
 
 
-class Completions(list[T]):
+class Completions(ForeignNames, list[T]):
     """A list in every respect; only a notebook shows it otherwise. With n above 1 its items are lists."""
+
+    _foreign = COMPLETIONS
 
     def __reduce__(self) -> tuple[type[list[T]], tuple[list[T]]]:
         return list, (list(self),)  # pickled as a plain list, so that it is read without this class

@@ -22,6 +22,7 @@ from rekindle._src.core.dtypes import (
     checked_dtype,
     checked_quantize,
 )
+from rekindle._src.core.foreign_calls import CONFIG, ForeignNames
 from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh, parsed_mesh
 from rekindle._src.core.options import (
     Flag,
@@ -128,7 +129,7 @@ _PAGE_SIZE = Whole(8)
 
 @door(ConfigError, "an option of open()", "Pass it to open(): open(…, {name}=…)", foreign_names.OPEN)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class EngineConfig(Record):
+class EngineConfig(ForeignNames, Record):
     """How a session runs: the keyword options of `open()`. `None` for an option means its default.
 
     "auto" and None are resolved once, when the session opens; `session.config` has the result. Bytes may be text with a
@@ -190,6 +191,8 @@ class EngineConfig(Record):
             `rekindle follow`.
         coordinator (None): "host:port" at which this process waits for the others.
     """
+
+    _foreign = CONFIG
 
     dtype: DType = option("auto", _dtype, also=("command",), text=TextForm("DTYPE"))
     kv_dtype: KVDType = option("auto", _kv_dtype, text=TextForm("DTYPE"))

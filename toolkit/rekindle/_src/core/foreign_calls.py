@@ -183,6 +183,35 @@ COMPLETION: dict[str, str] = {
     **{name: f"Write done.text.{name}(…)" for name in STRINGS},
 }  # fmt: skip
 
+_EACH = "It is a list: write [done.text for done in results]"
+COMPLETIONS: dict[str, str] = dict.fromkeys(("text", "texts", "content", *COMPLETION), _EACH)
+
+_SIZES = "Write rekindle.models.load(session.model).config for the model's own"
+CONFIG: dict[str, str] = {
+    **dict.fromkeys(
+        ("max_position_embeddings", "n_ctx", "n_positions", "max_length", "context_length", "max_seq_len",
+         "max_sequence_length", "model_max_length"), "Write session.config.max_model_len"),
+    **dict.fromkeys(("vocab_size", "n_vocab"), "Write session.tokenizer.vocab_size"),
+    **dict.fromkeys(
+        ("hidden_size", "num_hidden_layers", "num_layers", "n_layers", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "intermediate_size", "model_type", "architectures", "torch_dtype", "rope_theta", "n_embd",
+         "n_layer", "n_head", "d_model"), _SIZES),
+    **dict.fromkeys(("eos_token_id", "eos_ids"), "Write session.tokenizer.eos_ids: there may be several"),
+    **dict.fromkeys(("temperature", "top_p", "top_k"), "Write session.sampling, or session.chat_sampling for chats"),
+}  # fmt: skip
+# Names that are read from session.model, which is a str.
+MODEL_NAME: dict[str, str] = {
+    "config": f"Write session.config for the session's options. {_SIZES}",
+    **dict.fromkeys(
+        ("layers", "model", "transformer", "embed_tokens", "lm_head", "forward", "register_forward_hook"),
+        f"{_CAPTURE}; rekindle.models.load(session.model).graph has the weights' names"),
+    **dict.fromkeys(("parameters", "named_parameters", "state_dict", "train"), _TRAIN),
+    **dict.fromkeys(("generate", "complete", "create_completion"), _GENERATE),
+    **dict.fromkeys(("chat", "create_chat_completion"), _CHAT),
+    "tokenizer": _TOKENIZER,
+    **dict.fromkeys(("to", "cuda", "cpu", "device", "dtype", "eval", "half"), _DEVICE),
+}  # fmt: skip
+
 DELTA: dict[str, str] = {
     **dict.fromkeys(
         ("choices", "delta", "response", "message", "generated_text", "output", "token", "outputs", "chunk"),

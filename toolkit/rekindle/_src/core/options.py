@@ -333,10 +333,11 @@ def _with_missing(function: Any, signature: inspect.Signature) -> None:
 
     Python's own TypeError would say that `prompt` is missing where it was passed by its name.
     """
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [
         parameter
         for parameter in tuple(signature.parameters.values())[1:]  # without self
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY and parameter.default is inspect.Parameter.empty
+        if parameter.kind in positional and parameter.default is inspect.Parameter.empty
     ]
     function.__defaults__ = (_NO_ARGUMENT,) * len(required) + (function.__defaults__ or ())
 
@@ -370,7 +371,10 @@ def _with_keywords(explicit: list[inspect.Parameter], record: type) -> list[insp
 
 
 def takes_keywords(record: type) -> Decorator:
-    """Show the keys of a TypedDict instead of `**options` in a function's signature. The function refuses others."""
+    """Show the keys of a TypedDict instead of `**options` in a method's signature. The method refuses others.
+
+    It gets a value for positional arguments that were not passed, and refuses it.
+    """
 
     def apply(function: F) -> F:
         signature = inspect.signature(function)
@@ -382,6 +386,7 @@ def takes_keywords(record: type) -> Decorator:
         function.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=_with_keywords(explicit, record), return_annotation=_bare(signature.return_annotation)
         )
+        _with_missing(function, signature)
         return function
 
     return apply

@@ -577,6 +577,12 @@ class Completion(Drawable, ForeignNames):
 
         __radd__ = __add__
 
+        def __len__(self) -> NoReturn:
+            raise TypeError("a completion has no len(). Write len(done.text), or len(done.token_ids)")
+
+        def __bool__(self) -> bool:
+            return True  # Python asks __len__ otherwise
+
     @property
     def parsed(self) -> Any:
         """The object that the text describes, of the type that was passed as `schema`; None without a structure.

@@ -238,7 +238,7 @@ def load(
     cache_dir: str | Path | None = None,
     place: reading.Place = reading.place_on_default_device,
 ) -> LoadedModel:
-    """Load a folder (or hub id) tensor by tensor into its final layout, in parallel.
+    """Load a folder or hub id tensor by tensor into its final layout, in parallel.
 
     With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, on CPU others
     up to 4 GiB too, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
