@@ -11,12 +11,12 @@ import numpy as np
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_request
 from rekindle._src.core.config import DraftSource
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
+from rekindle._src.data_shards.scheduler import DataScheduler, ShardScheduler
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.drafts.plan import of_texts
 from rekindle._src.kvcache import AnyCache, Node, PagePool, PrefixCache, SidePlan, root_digest
 from rekindle._src.programs.side_caches import STEPS, RecurrentStates, WindowPages
 from rekindle._src.scheduling.admission import Reserve
-from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.ready_rows import StepProgramsLike
 from rekindle._src.scheduling.scheduler import Limits, Scheduler

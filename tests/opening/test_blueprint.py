@@ -89,7 +89,7 @@ async def test_a_session_is_what_its_blueprint_says() -> None:
     async with opening(precompile="lazy") as session:
         runner: Any = engine_of(session).runner
         assert session.config == expected.config
-        assert runner.programs.shards.pages == expected.caches[0].slots
+        assert runner.programs.packing.pages == expected.caches[0].slots
         assert runner.page_bytes >= expected.caches[0].slots * expected.caches[0].slot_bytes
         assert {*Programs.open(expected.programs).ledger.entries} == {*runner.programs.ledger.entries}
 

@@ -12,8 +12,9 @@ import pytest
 from helpers.checkpoints import CASES, OF_FAMILY
 from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.data_shards.sizes import config_of_one
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.opening.resolve import of_one_shard, resolve
+from rekindle._src.opening.resolve import resolve
 from rekindle._src.programs.kv_layout import abstract, page_bytes
 from rekindle.errors import ConfigError, OutOfMemory
 
@@ -87,8 +88,8 @@ def test_data_shards_have_equal_shares_of_a_step() -> None:
     asked = EngineConfig(max_requests=4, max_tokens_per_step=32, device_pages=9, mesh={"data": 3})
     resolved = resolve(asked, MODEL, placement=placement)
     assert (resolved.max_requests, resolved.max_tokens_per_step, resolved.device_pages) == (6, 33, 9)
-    own = of_one_shard(resolved, 3)
+    own = config_of_one(resolved, 3)
     assert (own.max_requests, own.max_tokens_per_step, own.device_pages) == (2, 11, 9)
-    assert of_one_shard(resolved, 1) is resolved
+    assert config_of_one(resolved, 1) is resolved
     with pytest.raises(ConfigError, match=r"makes 2 rows in each of 3 data shards"):
         resolve(dataclasses.replace(asked, prompt_lookup=2), MODEL, placement=placement)

@@ -31,6 +31,7 @@ FOLDERS = (
     "rekindle._src.kvcache",
     "rekindle._src.programs",
     "rekindle._src.scheduling",
+    "rekindle._src.data_shards",
     "rekindle._src.execution",
     "rekindle._src.drafts",
     "rekindle._src.processes",

@@ -27,17 +27,16 @@ import numpy as np
 from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.data_shards.packing import DataShards, DataUpload
+from rekindle._src.data_shards.scheduler import DataScheduler, ShardScheduler
 from rekindle._src.kvcache import PagePool
 from rekindle._src.processes.codec import StepCodec
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import (
     Constants,
-    DataShards,
-    DataUpload,
     Layout,
     Upload,
 )
-from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 
@@ -186,7 +185,7 @@ class Connected:
 def sharded(count: int, rows: int, context: int) -> list[Step]:
     """Steps of so many data shards, each with as many rows."""
     pages = rows * context // PAGE + 1
-    limits, shards = Limits(rows, 1 << 15, context, PAGE, 64), DataShards(count, rows, pages)
+    limits, shards = Limits(rows, 1 << 15, context, PAGE, 64), DataShards(rows, pages, count)
     if count == 1:
         return steps_of(Scheduler(limits, PagePool(pages), cache=None), limits, rows, Upload, STEPS // 2)
     limits, arrivals = Limits(rows, 1 << 15, context, PAGE, 64, max_queue=count * rows), itertools.count()

@@ -32,7 +32,7 @@ from rekindle._src.programs.buckets import (
     Key,
     StepSpan,
 )
-from rekindle._src.programs.packing import PUT, AnyUpload, Layout, PageBatch, SentTables
+from rekindle._src.programs.packing import PUT, AnyUpload, PageBatch, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.side_caches import DevicePlan
 from rekindle._src.programs.step import StepOutput
@@ -214,7 +214,7 @@ class DeviceCalls:
             self._keep(program(self.state._replace(own=self.own), ints, floats))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
-        """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
+        """Begin to read pages out, as many as `ids` has room for, and to copy them to the host.
 
         Each process gets the part that its devices have; other processes keep their parts under the `digests`.
         """
@@ -241,7 +241,7 @@ class DeviceCalls:
         return payload
 
     def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], digests: Sequence[bytes] = ()) -> None:
-        """Fill pages, at most as many as there are `ids` for each shard; the rest of these is 0.
+        """Fill pages, at most as many as `ids` has room for; the rest of these is 0.
 
         Other processes fill in the parts that they have kept under the `digests`.
         """
@@ -259,7 +259,7 @@ class DeviceCalls:
         self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.recipes.parts, payload))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
-        """Copy the pages `sources` to the pages `ids`, as many for each shard as one call copies."""
+        """Copy the pages `sources` to the pages `ids`, as many as one call copies."""
         program = self.program(COPY)
         self._recorder.copy(sources, ids)
         with self._reported:
@@ -284,7 +284,7 @@ class DeviceCalls:
             self.kv = program(self.kv, ids, payload)
 
     def _mover(self, key: Helper, ids: np.ndarray) -> Helper:
-        return Helper(key.kind, len(ids) // self.programs.shards.count)
+        return Helper(key.kind, self.programs.packing.pages_of(ids))
 
     def rows(self, output: StepOutput) -> np.ndarray:
         """Wait for the device and return the rows of a step. Steps are read in the order of their calls."""
@@ -439,7 +439,7 @@ class LateSteps:
     """
 
     def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
-        self._calls, self._shards = calls, programs.shards
+        self._calls, self._packing = calls, programs.packing
         self._late = programs.features.late
         self._width = self._late.operand_width(programs.recipes.model.vocab_size)
         self._operands: dict[Bucket, list[IntArray]] = collections.defaultdict(list)
@@ -460,7 +460,7 @@ class LateSteps:
         if bucket.span is not StepSpan.GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
             free = self._operands[bucket]
-            operand = free.pop() if free else self._new_operand(upload.layout)
+            operand = free.pop() if free else np.full((upload.sequences, self._width), -1, np.int32)
             step.choice = ChoiceCall(bucket.programs[1], programs[1], forwarded, operand)
             return
         before = latest if self.needs_unread_token(plan) else None  # the step with the tokens it needs
@@ -470,7 +470,7 @@ class LateSteps:
             except Exception as error:  # it is that step's
                 before.error = error
         gates = self._gates[bucket]
-        step.operand = gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
+        step.operand = gate = gates.pop() if gates else MaskGate(upload.sequences, self._width)
         gate.close()
         try:
             if before is not None and before.results is None:
@@ -539,15 +539,12 @@ class LateSteps:
         finally:
             gate.open()
 
-    def _new_operand(self, layout: Layout) -> IntArray:
-        return np.full((self._shards.count * layout.sequences, self._width), -1, np.int32)
-
     def _fill(self, plan: StepPlan, upload: AnyUpload, operand: IntArray) -> dict[str, Exception]:
         start = time.perf_counter()
         try:
             errors: dict[str, Exception] = {}
-            for shard, part in enumerate(self._shards.split(plan)):
-                errors |= self._late.fill(part, upload.layout.rows, self._shards.part(shard, operand))
+            for part, own in self._packing.parts(plan, operand):
+                errors |= self._late.fill(part, upload.layout.rows, own)
             return errors
         finally:
             self.seconds += time.perf_counter() - start

@@ -48,7 +48,7 @@ class PageTransfers:
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
-        self._whole, self._shards = calls.programs.recipes.parts, calls.programs.shards
+        self._whole, self._packing = calls.programs.recipes.parts, calls.programs.packing
         self._parts = PageParts.of(self._whole, calls.programs.recipes.kv)
         self._sizes = calls.programs.lattice.moved_pages
         self._fills = tuple(fill.pages for fill in reversed(calls.programs.lattice.fills))
@@ -57,7 +57,7 @@ class PageTransfers:
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
-        batches = self._shards.batches(moves, self._sizes) if moves else ()
+        batches = self._packing.batches(moves, self._sizes) if moves else ()
         return [(batch, self._gather(batch)) for batch in batches]
 
     def read_whole(self, moves: Sequence[PageMove]) -> list[paged.Payload]:
@@ -68,7 +68,7 @@ class PageTransfers:
         if moves and self._calls.programs.moved_by_host([Helper(GATHER.kind, size) for size in self._sizes]):
             return _each(page_memory.read_pages(self._calls.at_rest(), [move.page for move in moves]), len(moves))
         payloads: dict[int, paged.Payload] = {}
-        batches = self._shards.batches(moves, self._sizes)
+        batches = self._packing.batches(moves, self._sizes)
         for batch, payload in [
             (each, self._calls.collect(each.ids, [move.digest for move in each.moves if move.digest]))
             for each in batches
@@ -107,7 +107,7 @@ class PageTransfers:
             ids = [move.page for move in payloads]
             page_memory.fill_pages(self._calls.at_rest(), ids, list(payloads.values()))
         else:
-            for batch in self._shards.batches(tuple(payloads), self._fills):
+            for batch in self._packing.batches(tuple(payloads), self._fills):
                 pages = {place: payloads[move] for move, place in zip(batch.moves, batch.places, strict=True)}
                 self._fill(batch, pages)
         if measured and payloads:
@@ -121,10 +121,10 @@ class PageTransfers:
         if not copies:
             return
         sources = {copy.page: copy.source for copy in copies}
-        for batch in self._shards.batches([PageMove(page, b"") for page in sources], (COPY.pages,)):
+        for batch in self._packing.batches([PageMove(page, b"") for page in sources], (COPY.pages,)):
             from_ids = np.zeros_like(batch.ids)
             for move, place in zip(batch.moves, batch.places, strict=True):
-                from_ids[place] = sources[move.page] % self._shards.pages
+                from_ids[place] = self._packing.page_id(sources[move.page])
             self._calls.copy(from_ids, batch.ids)
 
     def _gather(self, batch: PageBatch) -> paged.Payload:
@@ -143,19 +143,9 @@ class PageTransfers:
             doubled = {place: self._parts.to_scatter(page) for place, page in pages.items()}
             self._calls.scatter_pinned(batch.ids, host_pages.joined(doubled, len(batch.ids)))
         else:
-            leaving = [self._parts.to_scatter(page) for page in self._by_shard(pages, len(batch.ids))]
+            joined = self._packing.in_call(pages, len(batch.ids), _joined)
+            leaving = [self._parts.to_scatter(page) for page in joined]
             self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
-
-    def _by_shard(self, pages: Mapping[int, paged.Payload], places: int) -> list[paged.Payload]:
-        """Arrange pages by place, of `places`, as `scatter` takes them: the first pages of all shards, and so on."""
-        if self._shards.count == 1:
-            return list(pages.values())
-        padding = next(iter(pages.values()))  # goes to page 0
-        each = places // self._shards.count
-        used = 1 + max(place % each for place in pages)
-        shards = range(0, places, each)
-        rows = [[pages.get(first + place, padding) for first in shards] for place in range(used)]
-        return [tuple(map(np.concatenate, zip(*row, strict=True))) for row in rows]
 
     def _payload(self, move: PageMove) -> paged.Payload:
         """Return the host tier's payload of a page. Raises `StoreError` if there is none, or its layout differs."""
@@ -223,7 +213,7 @@ class SideTransfers:
         return [entry for batch, payload in leaving for entry in self._arrived(batch, payload)]
 
     def _batches(self, moves: Sequence[PageMove]) -> Iterator[PageBatch]:
-        """Yield the moves of one transfer after the other; slots belong to a single data shard."""
+        """Yield the moves of one transfer after the other."""
         most = self._plan.moved
         for start in range(0, len(moves), most):
             batch = tuple(moves[start : start + most])
@@ -287,6 +277,11 @@ def _stored(store: PayloadStore | None, move: PageMove, kind: str) -> paged.Payl
         raise StoreError(
             f"{kind} {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
         ) from None
+
+
+def _joined(pages: Sequence[paged.Payload]) -> paged.Payload:
+    """Return the payload of several pages that lie in different devices."""
+    return tuple(map(np.concatenate, zip(*pages, strict=True)))
 
 
 def _each(whole: paged.Payload, count: int) -> list[paged.Payload]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -31,9 +32,8 @@ from rekindle._src.execution.page_transfers import AllSideTransfers, PageTransfe
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
-from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.layered import LayeredProgram
-from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
+from rekindle._src.programs.packing import AnyUpload, Constants, Layout, Outputs, StepPacking, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.row_option import GREEDY, FeatureRead, RowFlag, RowReports
@@ -74,8 +74,8 @@ class Runner:
         self._transfers = PageTransfers(self._calls, host_tier)
         self._sides = AllSideTransfers(self._calls, side_tiers)
         self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
-        self._shards = programs.shards
-        slots = self._shards.count * self._shards.slots
+        self._packing = programs.packing
+        slots = self._packing.all_slots
         self._features = programs.features
         self._features.attach(self._calls)
         self._constants = Constants(slots, self._features)
@@ -128,7 +128,7 @@ class Runner:
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         if bucket.variants:
-            self._features.prepare(self._shards.split(ran_plan), bucket.variants, bucket.rows)
+            self._features.prepare(ran_plan, bucket.variants, bucket.rows)
         if bucket.span:
             self._late.start(step, programs, self._latest, self._read)
         else:
@@ -200,7 +200,7 @@ class Runner:
             packed = self._calls.rows(output)
             reading = self._features.read_in(upload.any_flags, bucket.variants)
             outputs = [(feature, self._features.on_host(feature, output.extra, plan)) for feature in reading]
-            results = row_results(plan, upload.layout, packed, outputs, self._shards)
+            results = row_results(plan, upload.layout, packed, outputs, self._packing)
             in_flight.results = self._late.advance(in_flight, results)
         return in_flight.results or ()
 
@@ -251,7 +251,7 @@ class Runner:
         parts = [
             shard.data for leaf in jax.tree.leaves(paged.pages_of(self._calls.kv)) for shard in leaf.addressable_shards
         ]
-        prefault(parts, min(pages, self._shards.pages - 1))
+        prefault(parts, min(pages, self._packing.pages - 1))
 
     def swap_weights(self, leaves: Sequence[Array]) -> None:
         """Use new weights from the next step on, without compiling; steps in flight end with the old ones."""
@@ -356,8 +356,7 @@ class Runner:
         self._uploads.clear()
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        sizes = [(len(part.decode), part.prefill_tokens, len(part.prefill)) for part in self._shards.split(plan)]
-        size = dict(zip(("rows", "tokens", "prefills"), map(max, zip(*sizes, strict=True)), strict=True))
+        size = self._packing.size(plan)._asdict()
         max_requests = self.config.max_requests
         variants = self._features.variants(plan)
         lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
@@ -437,7 +436,7 @@ class Runner:
                 self._owners[row.slot] = None
                 continue
             if packed is not None:
-                self._calls.admit(self._program(ADMIT), *self._shards.admission(*packed))
+                self._calls.admit(self._program(ADMIT), *self._packing.admission(*packed))
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
     def _program(self, key: Key) -> CompiledProgram:
@@ -458,8 +457,7 @@ class Runner:
         try:
             return self._uploads[bucket].popleft()
         except IndexError:
-            layout, shards = self.programs.recipes.layout(bucket), self._shards
-            return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
+            return self._packing.upload(self.programs.recipes.layout(bucket), self._calls.tables)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
         plan, bucket = in_flight.ran_plan, in_flight.bucket
@@ -468,7 +466,7 @@ class Runner:
         self._counts["pages_in"] += len(plan.restore) - len(in_flight.lost)
         if bucket is not None:
             self._counts["tokens"] += plan.tokens
-            self._counts["padding"] += self._shards.count * bucket.cost - plan.tokens
+            self._counts["padding"] += self._packing.tokens(bucket) - plan.tokens
             self._buckets[bucket.name] += 1
             self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds
@@ -496,34 +494,14 @@ class RunnerStatistics(Record):
 
 
 def row_results(
-    plan: StepPlan,
-    layout: Layout,
-    rows: Packed,
-    outputs: Sequence[tuple[Feature, Any]] = (),
-    shards: DataShards = ALONE,
+    plan: StepPlan, layout: Layout, rows: Packed, outputs: Outputs, packing: StepPacking
 ) -> tuple[RowResult, ...]:
-    """Return the results in the order of `plan.rows`, with the reports of the features in `outputs`.
-
-    `rows` and each output have a part of each data shard, which holds the rows it computed.
-    """
-    results = []
-    for shard, part in enumerate(shards.split(plan)):
-        parts = [(feature, _part(feature, output, shard, shards)) for feature, output in outputs]
-        results.append(_row_results(part, layout, shards.part(shard, rows), parts))
-    return shards.join(plan, results)
+    """Return the results in the order of `plan.rows`, with the reports of the features in `outputs`."""
+    return packing.results(plan, rows, outputs, functools.partial(_row_results, layout))
 
 
-def _part(feature: Feature, output: Any, shard: int, shards: DataShards) -> Any:
-    """Return a data shard's part of an output: of an array, or of each array of a mapping."""
-    if isinstance(output, dict):
-        return {key: shards.part(shard, array, axis=feature.part.shard_axis) for key, array in output.items()}
-    return None if output is None else shards.part(shard, output, axis=feature.part.shard_axis)
-
-
-def _row_results(
-    plan: StepPlan, layout: Layout, rows: Packed, outputs: Sequence[tuple[Feature, Any]]
-) -> tuple[RowResult, ...]:
-    """Return the results of one data shard; row R + s of the output belongs to the s-th prefill."""
+def _row_results(layout: Layout, plan: StepPlan, rows: Packed, outputs: Outputs) -> tuple[RowResult, ...]:
+    """Return the results of one program's rows; row R + s of the output belongs to the s-th prefill."""
     tokens, decode = rows[:, 0].tolist(), len(plan.decode)
     chosen = [*tokens[:decode], *tokens[layout.rows : layout.rows + len(plan.prefill)]]
     if not outputs:

@@ -1,6 +1,6 @@
 """The prefix cache: page pool, radix tree, the tiers that pages move through, to disk and to other sessions."""
 
-from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct, trees
+from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct
 from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
 from rekindle._src.kvcache.node import Node, TierLike
 from rekindle._src.kvcache.pool import PagePool, pages_for
@@ -31,5 +31,4 @@ __all__ = [
     "page_keys",
     "pages_for",
     "root_digest",
-    "trees",
 ]

@@ -1,7 +1,7 @@
-"""The prefix caches of several data shards, as one: for inspecting, saving and clearing them.
+"""Several prefix caches as one, for inspecting, saving and clearing them.
 
-Each shard has a tree of its own, over its own pages, and all share the tiers below: a payload is found by its digest,
-whichever shard it came from.
+Each tree has pages of its own, and all share the tiers below: a payload is found by its digest, whichever tree it came
+from.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 class PrefixCaches:
     """The queries of `PrefixCache`, answered for several trees. A node belongs to one of the trees."""
 
-    def __init__(self, shards: Sequence[PrefixCache]) -> None:
-        self.shards = tuple(shards)
-        first = self.shards[0]
+    def __init__(self, trees: Sequence[PrefixCache]) -> None:
+        self.trees = tuple(trees)
+        first = self.trees[0]
         self.page_size, self.clock = first.page_size, first.clock
         self.host_tier, self.data = first.host_tier, first.data
 
     def __len__(self) -> int:
-        return sum(map(len, self.shards))
+        return sum(map(len, self.trees))
 
     def __iter__(self) -> Iterator[Node]:
-        for tree in self.shards:
+        for tree in self.trees:
             yield from tree
 
     @property
     def root_key(self) -> bytes:
-        return self.shards[0].root_key
+        return self.trees[0].root_key
 
     @property
     def version(self) -> int:
         """Changes whenever a match in one of the trees may turn out differently."""
-        return sum(tree.version for tree in self.shards)
+        return sum(tree.version for tree in self.trees)
 
     @property
     def roots(self) -> list[Node]:
         """The roots of all trees, including the roots of namespaces."""
-        return [root for tree in self.shards for root in tree.roots]
+        return [root for tree in self.trees for root in tree.roots]
 
     def has(self, node: Node) -> bool:
         """True if `node` is still part of its tree."""
-        return any(tree.has(node) for tree in self.shards)
+        return any(tree.has(node) for tree in self.trees)
 
     def digest_of(self, node: Node) -> bytes:
         """Return the page's name in every process; computed once."""
@@ -63,39 +63,34 @@ class PrefixCaches:
 
     def find(self, prefix: Prefix) -> list[Node]:
         """Return the known nodes of a prompt, in the tree that knows most of it."""
-        return max((tree.find(prefix) for tree in self.shards), key=len)
+        return max((tree.find(prefix) for tree in self.trees), key=len)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
-        """Free up to `count` device pages of each shard."""
-        return [move for tree in self.shards for move in tree.evict(count, read_out=read_out)]
+        """Free up to `count` device pages of each tree."""
+        return [move for tree in self.trees for move in tree.evict(count, read_out=read_out)]
 
     def statistics(self) -> CacheStatistics:
         """Return the sums over all trees."""
-        return summed([tree.statistics() for tree in self.shards])
+        return summed([tree.statistics() for tree in self.trees])
 
     def _owner(self, node: Node) -> PrefixCache:
-        return next(tree for tree in self.shards if tree.has(node))
+        return next(tree for tree in self.trees if tree.has(node))
 
 
 AnyCache = PrefixCache | PrefixCaches
-
-
-def trees(cache: AnyCache) -> tuple[PrefixCache, ...]:
-    """Return the trees of all shards."""
-    return cache.shards if isinstance(cache, PrefixCaches) else (cache,)
 
 
 def distinct(cache: AnyCache) -> Iterator[Node]:
     """Yield the nodes, parents first, one for each distinct prefix.
 
     Of several nodes with the same prefix, the first one with a payload in some tier is taken, so that no page is missed
-    that one shard has.
+    that one tree has.
     """
     if isinstance(cache, PrefixCache):
         yield from cache
         return
     seen: set[int] = set()
-    for tree in cache.shards:
+    for tree in cache.trees:
         tier = tree.host_tier
         for node in tree:
             if node.key not in seen and (node.page or (tier is not None and tier.has(tree.digest_of(node)))):

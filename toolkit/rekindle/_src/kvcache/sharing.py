@@ -436,7 +436,7 @@ def parts(writer: CacheWriter) -> tuple[PrefixCache, Tiers]:
         )
     if not isinstance(cache, PrefixCache):
         raise ConfigError(
-            "mesh", f"data={len(cache.shards)}", "has a tree of pages per data shard, which can't be shared",
+            "mesh", f"data={len(cache.trees)}", "has a tree of pages per data shard, which can't be shared",
             "Open the session without a data axis, or replicas of it: rekindle.fleet",
         )  # fmt: skip
     return cache, tiers

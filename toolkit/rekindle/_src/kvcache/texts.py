@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache.caches import AnyCache, trees
+from rekindle._src.kvcache.caches import AnyCache
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.tree import PrefixCache
 
@@ -15,7 +15,7 @@ def known_texts(cache: AnyCache, most_tokens: int) -> list[IntArray]:
 
     What a text shares with a later one is left out, but for its last page. Pages with a picture have numbers below 0.
     """
-    leaves = [(node, tree) for tree in trees(cache) for node in tree if not node.children]
+    leaves = [(node, tree) for tree in cache.trees for node in tree if not node.children]
     texts: list[IntArray] = []
     covered: set[Node] = set()
     for node, tree in sorted(leaves, key=lambda leaf: leaf[0].last_use, reverse=True):

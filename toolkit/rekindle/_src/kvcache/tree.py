@@ -119,6 +119,11 @@ class PrefixCache:
         self._table, self._offloaded = self._empty()
         self._beginnings = Beginnings(self.least_copied)
 
+    @property
+    def trees(self) -> tuple[PrefixCache, ...]:
+        """The trees of this cache: itself. `caches.PrefixCaches` has several."""
+        return (self,)
+
     def __len__(self) -> int:
         return len(self._table)
 

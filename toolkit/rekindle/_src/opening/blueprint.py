@@ -18,6 +18,8 @@ from jax import Array
 from rekindle._src.capabilities import ENTRIES
 from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments, SessionPlan
 from rekindle._src.core.config import ResolvedConfig
+from rekindle._src.data_shards.packing import packing_for
+from rekindle._src.data_shards.sizes import config_of_one
 from rekindle._src.drafts.plan import DraftPlan
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
@@ -27,7 +29,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.drafters.own import leaves_of_trunk, trunk_of
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.opening.open_request import OpenRequest, precompiles
-from rekindle._src.opening.resolve import deterministic, of_one_shard, resolve
+from rekindle._src.opening.resolve import deterministic, resolve
 from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.plan import ProgramPlan
@@ -85,7 +87,7 @@ class Blueprint:
         config = dataclasses.replace(
             config, device_pages=pages, device_memory=pages * (config.device_memory // config.device_pages)
         )
-        programs = dataclasses.replace(self.programs, config=of_one_shard(config, self.placement.data))
+        programs = dataclasses.replace(self.programs, config=config_of_one(config, self.placement.data))
         return dataclasses.replace(
             self, config=config, programs=programs, caches=_caches(config, programs, self.drafts)
         )
@@ -171,12 +173,13 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
         trunk.config,
         trunk,
         leaves_of_trunk(graph, source.leaves(placement)),
-        of_one_shard(config, placement.data),
+        config_of_one(config, placement.data),
         programmed,
         tuple(request.processors),
         capabilities,
         name="" if source.folder is None else readable_name(source.folder),
         drafter=drafts.programs,
+        packed_by=packing_for(placement.data),
     )
     for one in capabilities:
         one.check(programs)
@@ -197,7 +200,7 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
 
 
 def _caches(config: ResolvedConfig, programs: ProgramPlan, drafts: DraftPlan) -> tuple[CachePlan, ...]:
-    """Return the kinds of caches of each data shard, with their share of the memory below the device."""
+    """Return the kinds of caches on each device, with their share of the memory below it."""
     placement, sides = programs.placement, programs.sides
     local = placement.local_config(programs.model)
     host, disk = (config.host_memory, config.disk_memory) if config.prefix_cache else (0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -11,9 +10,9 @@ from collections.abc import Callable
 from rekindle._src.core import shared_cache
 from rekindle._src.core.activity import ProgramWait, in_notebook
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.data_shards.scheduler import DataScheduler
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
-from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.texts import known_texts
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_side
@@ -23,7 +22,6 @@ from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
-from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
@@ -69,7 +67,7 @@ class SessionCache:
         return [each for each in (self.tiers, *(store.tiers for store in self.stores)) if each is not None]
 
     def schedule(self, programs: SessionPrograms, program_wait: ProgramWait) -> Scheduler | DataScheduler:
-        """Make the scheduler with its page pool and prefix cache, or one of each for every data shard."""
+        """Make the scheduler with its page pools and prefix caches."""
         scheduler, self._tree = _scheduling(self._plan, self, programs, program_wait)
         for each in self.all_tiers:
             each.busy = lambda: scheduler.has_work
@@ -137,7 +135,7 @@ class SessionCache:
 
     def drop_altered(self, digest: str) -> None:
         """Drop the pages that depend on a digest, from device and host memory."""
-        for tree in () if self._tree is None else trees(self._tree):
+        for tree in () if self._tree is None else self._tree.trees:
             tree.drop_altered(digest, None if self.tiers is None else self.tiers.host.discard)
 
     def lose_drafts(self) -> None:
@@ -156,65 +154,51 @@ def _scheduling(
     """Make the scheduler, and the cache that it keeps pages in: None where requests share no pages."""
     config, programs = plan.config, owner.all
     limits = _limits(plan, programs)
-    shards = programs.shards
-    drafters = below.drafters = plan.drafts.drafters(
-        limits
-    )  # of all shards: a request that waits may go to another one
-    caches: list[PrefixCache] = []
+    drafters = below.drafters = plan.drafts.drafters(limits)
     root = b"" if below.tiers is None or below.tiers.identity is None else below.tiers.identity.root
-    made = [one.page_data(config, root) for one in plan.capabilities]  # of all shards: a digest says enough
+    made = [one.page_data(config, root) for one in plan.capabilities]  # a digest says enough in every tree
     data = [one for one in made if one is not None]
 
-    def pages(shard: int) -> tuple[PagePool, PrefixCache | None]:
-        pool = PagePool(shards.pages, first=shard * shards.pages)
+    def cache_of(pool: PagePool) -> PrefixCache | None:
         if below.tiers is None:
-            return pool, None
-        caches.append(PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, sides=below.sides, data=data))
-        return pool, caches[-1]
+            return None
+        return PrefixCache(pool, limits.page_size, root, host_tier=below.tiers, sides=below.sides, data=data)
 
-    if shards.count == 1:
-        pool, cache = pages(0)
-        scheduler = Scheduler(
+    pools = [PagePool(programs.packing.pages, first=first) for first in programs.packing.first_pages]
+    caches = [*map(cache_of, pools)]
+    if len(pools) > 1:
+        shards = DataScheduler.over(
             limits,
-            pool,
-            cache=cache,
+            pools,
+            caches,
             policy=config.policy,
             seed=config.seed,
-            room=next((room for one in plan.capabilities if (room := one.room(plan.programs)) is not None), None),
-            sides=below.sides,
             program_wait=program_wait,
-            programs=owner.on_demand(),
             drafters=drafters,
         )
-        return scheduler, cache
-    arrivals, schedulers = itertools.count(), list[ShardScheduler]()
-    for shard in range(shards.count):
-        pool, cache = pages(shard)
-        first = shard * shards.slots
-        schedulers.append(
-            ShardScheduler(
-                limits,
-                pool,
-                cache=cache,
-                policy=config.policy,
-                seed=config.seed,
-                first_slot=first,
-                arrivals=arrivals,
-                program_wait=program_wait,
-                drafters=drafters,
-            )
-        )
-    data_scheduler = DataScheduler(schedulers)
-    return data_scheduler, data_scheduler.cache
+        return shards, shards.cache
+    scheduler = Scheduler(
+        limits,
+        pools[0],
+        cache=caches[0],
+        policy=config.policy,
+        seed=config.seed,
+        room=next((room for one in plan.capabilities if (room := one.room(plan.programs)) is not None), None),
+        sides=below.sides,
+        program_wait=program_wait,
+        programs=owner.on_demand(),
+        drafters=drafters,
+    )
+    return scheduler, caches[0]
 
 
 def _limits(plan: Blueprint, programs: Programs) -> Limits:
-    """Return the limits of each data shard. The queue's limit is for all of them together."""
-    shard, model = programs.config, plan.model
+    """Return the limits of each scheduler. The queue's limit is for all of them together."""
+    one, model = programs.config, plan.model
     padded = not traits(plan.graph.precision.implementation).skips_padding
     limits = Limits.of(
-        shard,
-        max_prefill_rows=prefill_rows(shard.max_tokens_per_step, shard.max_requests),
+        one,
+        max_prefill_rows=prefill_rows(one.max_tokens_per_step, one.max_requests),
         padded=padded,
         edge=max((each.edge for each in programs.recipes.sides), default=1),
         whole=model.is_bidirectional,

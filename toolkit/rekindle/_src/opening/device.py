@@ -60,8 +60,8 @@ class ModelDevice(Device):
         local = placement.local_config(plan.model)
         self.mesh = placement.report(paged.page_bytes(local, config.page_size, config.kv_dtype))
         # Measured here, before there are any steps.
-        shard = plan.programs.config
-        self._collectives = collective_times(placement, shard.max_requests, shard.max_tokens_per_step)
+        one = plan.programs.config
+        self._collectives = collective_times(placement, one.max_requests, one.max_tokens_per_step)
 
     @property
     def model(self) -> LoadedModel:

@@ -63,7 +63,7 @@ class SessionPrograms:
     def on_demand(self) -> StepPrograms | None:
         """Return programs as rows demand them; None where all devices have to run the same steps."""
         programs = self.all
-        if programs.shards.count > 1 or programs.recipes.parts.multi_process:
+        if programs.recipes.parts.in_step:
             return None
         self._demand = Demand(programs, contexts=self._contexts)
         finish_at_exit(self._demand)

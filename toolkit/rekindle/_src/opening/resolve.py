@@ -16,6 +16,7 @@ import jax
 from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig, ResolvedConfig
 from rekindle._src.core.dtypes import DType, KVDType
+from rekindle._src.data_shards.sizes import evenly, in_each
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import Keying
 from rekindle._src.models.base import ALONE, Graph, Placement
@@ -59,10 +60,10 @@ def resolve(
             f"is beyond the {model.max_position_embeddings} positions of the model",
             f"Use at most {model.max_position_embeddings}",
         )
-    shards = placement.data
     if model.is_bidirectional:  # a text is computed in one step
-        config = dataclasses.replace(config, max_tokens_per_step=max(config.max_tokens_per_step, length * shards))
-    config = _evenly(config, shards)
+        least = length * placement.data
+        config = dataclasses.replace(config, max_tokens_per_step=max(config.max_tokens_per_step, least))
+    config = evenly(config, placement.data)
     if config.max_tokens_per_step < config.max_requests:
         raise ConfigError(
             "max_tokens_per_step",
@@ -78,13 +79,13 @@ def resolve(
         raise ConfigError("kernels", config.kernels, f"can't serve here: {missing}", "Use None")
     if model.is_recurrent:
         _check_recurrent(config, model, placement)
-    rows = max(config.max_requests // shards, SMALLEST_ROWS)
+    rows = max(config.max_requests // placement.data, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(
             "prompt_lookup",
             config.prompt_lookup,
-            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows{_each(shards)}, one is "
-            "the request's",
+            f"is beyond what fits a step: max_requests={config.max_requests} makes {rows} rows"
+            f"{in_each(placement.data)}, one is the request's",
             f"Use at most {rows - 1}, or raise max_requests",
         )
     page_size = config.page_size or PAGE_SIZES.get(_kind(platform), 64)
@@ -96,11 +97,11 @@ def resolve(
         mesh=config.mesh if placement.divided else None,
     )
     # The size of a page does not depend on how many there are.
-    least = ResolvedConfig.with_sizes(
+    smallest = ResolvedConfig.with_sizes(
         config, max_model_len=length, page_size=page_size, device_pages=LEAST_PAGES, device_memory=0
     )
-    pages = _pages(config, least, model, platform, weight_bytes, placement, more_bytes(least))
-    return dataclasses.replace(least, device_pages=pages.number, device_memory=pages.nbytes)
+    pages = _pages(config, smallest, model, platform, weight_bytes, placement, more_bytes(smallest))
+    return dataclasses.replace(smallest, device_pages=pages.number, device_memory=pages.nbytes)
 
 
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
@@ -113,26 +114,6 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
-
-
-def of_one_shard(config: ResolvedConfig, shards: int) -> ResolvedConfig:
-    """Return a resolved config for one data shard: its share of the requests and of a step's tokens."""
-    if shards == 1:
-        return config
-    requests, tokens = config.max_requests // shards, config.max_tokens_per_step // shards
-    return dataclasses.replace(config, max_requests=requests, max_tokens_per_step=tokens)
-
-
-def _evenly(config: EngineConfig, shards: int) -> EngineConfig:
-    """Round requests and tokens up, so that every data shard has as many."""
-    if shards == 1:
-        return config
-    requests, tokens = (-(-size // shards) * shards for size in (config.max_requests, config.max_tokens_per_step))
-    return dataclasses.replace(config, max_requests=requests, max_tokens_per_step=tokens)
-
-
-def _each(shards: int) -> str:
-    return f" in each of {shards} data shards" if shards > 1 else ""
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:

@@ -80,7 +80,7 @@ class Features:
         self._instead = tuple((int(part.variant), int(part.instead)) for part in parts)
         self._wanting = tuple((option, wanting(option.option)) for option in options)
         self._plain = tuple(one for one in self._wanting if isinstance(one[0].option, str))
-        self._prepared = tuple(one for one in entries if type(one.part).prepare is not StepPart.prepare)
+        self.prepared = tuple(one for one in entries if type(one.part).prepare is not StepPart.prepare)
         self._reading = tuple(one for one in entries if type(one.row).read is not RowOption.read)
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.row.bits, self._reading, 0)
         self._read_by: dict[tuple[int, ProgramVariant], tuple[Feature, ...]] = {}
@@ -162,12 +162,12 @@ class Features:
         for option in self.options:
             option.attach(helpers)
 
-    def prepare(self, plans: Sequence[StepPlan], variants: ProgramVariant, rows: int) -> None:
+    def prepare(self, plan: StepPlan, variants: ProgramVariant, rows: int) -> None:
         """Replace the operands of features in a program by a step's operands; see `StepPart.prepare`."""
         compiled = self.compiled(variants)
-        for feature in self._prepared:
+        for feature in self.prepared:
             if feature in compiled:
-                feature.part.prepare(plans, rows)
+                feature.part.prepare(plan, rows)
 
     def for_layers(self, own: Sequence[object], places: TokenPlaces) -> dict[str, tuple[Array, ...]]:
         """Return the arrays that layers use with each side cache, from the inputs of the features."""

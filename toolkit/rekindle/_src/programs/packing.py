@@ -7,11 +7,6 @@ through numpy views of the two flat buffers, the device slices them.
 Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so that their
 results go to the scratch page and the scratch slot.
 
-A data shard is a group of devices that has the whole model, and pages and request slots of its own. On the host, pages
-and slots are numbered consecutively: shard i's follow shard i - 1's. On the devices each shard counts its
-own from 0, so its programs are as in a session without the axis. Arrays that a program takes or returns for every
-shard have one part after the other along their first axis.
-
 On accelerators page tables stay on the device: a step brings the changed entries, which are derived from a copy on the
 host. 256 rows of 8,192 tokens have 512 KiB of tables, of 128k tokens 8 MiB, that would travel in every step to change
 16 entries. On CPU whole tables are passed: a program reads the host's buffers in place.
@@ -22,20 +17,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling, draw_of
-from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, prefill_rows
+from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, StepSize, prefill_rows
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
-from rekindle._src.programs.request_state import NOWHERE
 from rekindle._src.programs.row_option import Columns, RowFlag, TokenPlaces, drawing_flags
 from rekindle._src.programs.step_part import StepInputs, StepPart
 from rekindle_kernels import Choice, current_platform
@@ -43,95 +38,109 @@ from rekindle_kernels import Choice, current_platform
 T = TypeVar("T")
 
 
+Outputs = Sequence[tuple[Feature, Any]]  # of features, on the host: an array, a mapping of arrays, or None
+ReadRows = Callable[[StepPlan, np.ndarray, Outputs], tuple[T, ...]]
+
+
 class PageBatch(NamedTuple):
     """Pages that one call moves."""
 
     moves: tuple[PageMove, ...]
     places: tuple[int, ...]  # the index of each among the pages of the call
-    ids: np.ndarray  # the program's operand: the pages' numbers in their shards, 0 where there is none
+    ids: np.ndarray  # the program's operand: the devices' numbers of the pages, 0 where there is none
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class DataShards:
-    """The number of data shards, and the sizes of each."""
+class AnyUpload(Protocol):
+    """The two buffers of a step; see `Upload`."""
 
-    count: int
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def ints(self) -> np.ndarray: ...
+    @property
+    def floats(self) -> np.ndarray: ...
+    @property
+    def any_flags(self) -> int: ...
+    def pack(self, plan: StepPlan, constants: Constants) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPacking:
+    """The host's numbers of slots and pages, and its arrays, in the form that programs take and return.
+
+    Here both have them alike. `data_shards` has the packing for devices that hold the model several times.
+    """
+
     slots: int  # of requests; the scratch slot follows them
     pages: int  # the scratch page, which is the first one, included
 
-    def of(self, row: Row) -> int:
-        """Return the shard that computes a row."""
-        return row.slot // self.slots
+    @classmethod
+    def of(cls, config: ResolvedConfig) -> StepPacking:
+        """Return the packing for programs with this config."""
+        return cls(config.max_requests, config.device_pages)
 
-    def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
-        """Return the rows of each shard, in their order."""
-        if self.count == 1:
-            return (plan,)
-        return tuple(
-            StepPlan(plan.step, tuple(decode), tuple(prefill))
-            for decode, prefill in zip(self._by_shard(plan.decode), self._by_shard(plan.prefill), strict=True)
-        )
+    @property
+    def all_slots(self) -> int:
+        """The slots that the host numbers."""
+        return self.slots
 
-    def join(self, plan: StepPlan, parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
-        """Join values for each row of the plans of `split`, in the order of the whole plan's rows."""
-        if self.count == 1:
-            return tuple(parts[0])
-        decode = [0] * self.count
-        for row in plan.decode:
-            decode[self.of(row)] += 1
-        first = [iter(part[:count]) for part, count in zip(parts, decode, strict=True)]
-        rest = [iter(part[count:]) for part, count in zip(parts, decode, strict=True)]
-        return (
-            *(next(first[self.of(row)]) for row in plan.decode),
-            *(next(rest[self.of(row)]) for row in plan.prefill),
-        )
+    @property
+    def first_pages(self) -> tuple[int, ...]:
+        """The host's number of the first page in each pool."""
+        return (0,)
 
-    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[PageBatch]:
-        """Yield the moves in batches: per shard as many pages as the largest size that they fill, or the smallest."""
-        waiting: list[list[PageMove]] = [[] for _ in range(self.count)]
-        for move in moves:
-            waiting[move.page // self.pages].append(move)
-        begin, end = 0, max(map(len, waiting))
-        while begin < end:
-            most = next((size for size in sizes if size <= end - begin), sizes[-1])
-            batch: list[PageMove] = []
-            places: list[int] = []
-            ids = np.zeros(self.count * most, np.int32)
-            for shard, queue in enumerate(waiting):
-                for place, move in enumerate(queue[begin : begin + most], start=shard * most):
-                    batch.append(move)
-                    places.append(place)
-                    ids[place] = move.page % self.pages
-            yield PageBatch(tuple(batch), tuple(places), ids)
-            begin += most
+    def features(self, make: Callable[[], Features]) -> Features:
+        """Return all features, which `make` returns for one program."""
+        return make()
+
+    def upload(self, layout: Layout, sent: SentTables | None) -> AnyUpload:
+        """Return new buffers for a step."""
+        return Upload(layout, sent=sent)
+
+    def size(self, plan: StepPlan) -> StepSize:
+        """Return the least size of a program for a plan."""
+        return StepSize(len(plan.decode), len(plan.prefill), plan.prefill_tokens)
+
+    def tokens(self, bucket: Bucket) -> int:
+        """Return how many tokens a step computes, padding included."""
+        return bucket.cost
 
     def admission(self, ints: np.ndarray, floats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return `request_state.admit`'s operands in all shards: the slot's shard admits, the others write scratch."""
-        if self.count == 1:
-            return ints, floats
-        all_ints = np.full((self.count, len(ints)), NOWHERE, np.int32)
-        all_floats = np.zeros((self.count, len(floats)), np.float32)
-        all_ints[:, 0], all_ints[:, 1] = self.slots, 0
-        shard, slot = divmod(int(ints[0]), self.slots)
-        all_ints[shard], all_floats[shard] = ints, floats
-        all_ints[shard, 0] = slot
-        return all_ints.reshape(-1), all_floats.reshape(-1)
+        """Return `request_state.admit`'s operands for all devices; the arguments are for one slot."""
+        return ints, floats
 
-    def part(self, shard: int, array: np.ndarray, axis: int = 0) -> np.ndarray:
-        """Return a view of the part of a shard."""
-        if self.count == 1:
-            return array
-        size = array.shape[axis] // self.count
-        return array[(slice(None),) * axis + (slice(shard * size, (shard + 1) * size),)]
+    def parts(self, plan: StepPlan, array: np.ndarray) -> Iterable[tuple[StepPlan, np.ndarray]]:
+        """Return each part of a plan, with its view of an array by rows of a program."""
+        return ((plan, array),)
 
-    def _by_shard(self, rows: Sequence[Row]) -> list[list[Row]]:
-        by_shard: list[list[Row]] = [[] for _ in range(self.count)]
-        for row in rows:
-            by_shard[self.of(row)].append(row)
-        return by_shard
+    def results(self, plan: StepPlan, rows: np.ndarray, outputs: Outputs, read: ReadRows[T]) -> tuple[T, ...]:
+        """Read a step's rows and outputs by `read`. Return its results in the order of the plan's rows."""
+        return read(plan, rows, outputs)
 
+    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[PageBatch]:
+        """Yield the moves in batches: as many pages as the largest size that they fill, or the smallest."""
+        begin = 0
+        while begin < len(moves):
+            most = next((size for size in sizes if size <= len(moves) - begin), sizes[-1])
+            batch = tuple(moves[begin : begin + most])
+            ids = np.zeros(most, np.int32)
+            ids[: len(batch)] = [move.page for move in batch]
+            yield PageBatch(batch, tuple(range(len(batch))), ids)
+            begin += most
 
-ALONE = DataShards(1, 1, 1)
+    def pages_of(self, ids: np.ndarray) -> int:
+        """Return the size of the program that moves pages with these `PageBatch.ids`."""
+        return len(ids)
+
+    def page_id(self, page: int) -> int:
+        """Return the device's number of a page."""
+        return page
+
+    def in_call(self, pages: Mapping[int, T], places: int, join: Callable[[list[T]], T]) -> list[T]:
+        """Return the values of pages by their places in a batch, of `places`, in the order that a call takes them."""
+        return list(pages.values())
 
 
 PUT = 4  # whole tables that one call writes
@@ -361,7 +370,7 @@ class Constants:
 class Upload:
     """The two host buffers of one layout; they are written again only after the step that read them has ended.
 
-    A data shard has its own `buffers`, and the numbers where its slots and pages begin.
+    Devices with a part of the slots and pages have their own `buffers`, and the numbers where their part begins.
     """
 
     def __init__(
@@ -397,7 +406,7 @@ class Upload:
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
-        if constants.scratch != layout.slots:  # slots are numbered across all shards
+        if constants.scratch != layout.slots:  # the host numbers more slots than these
             slots -= self._first_slot
             slots[len(decode) : layout.rows] = slots[layout.rows + len(prefill) :] = layout.slots
         if self._sent is None:
@@ -424,6 +433,11 @@ class Upload:
             self._offsets[index + 1] = offset
         self._offsets[len(prefill) + 1 :] = offset
         self._tokens[offset:] = 0
+
+    @property
+    def sequences(self) -> int:
+        """The rows of the program, empty ones included."""
+        return self.layout.sequences
 
     @property
     def any_flags(self) -> int:
@@ -537,34 +551,3 @@ def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array,
             starts[index] += count
         own.append(option.unpack(Columns._make((flags, *parts, tokens.get(option)))))
     return tuple(own)
-
-
-class DataUpload:
-    """`Upload` for several data shards, one after the other. A shard without rows computes an empty step."""
-
-    def __init__(self, layout: Layout, shards: DataShards) -> None:
-        self.layout, self._shards = layout, shards  # the layout of each shard
-        self.any_flags = 0  # the union of the rows' flags
-        self.ints = np.zeros(shards.count * layout.ints, np.int32)
-        self.floats = np.zeros(shards.count * layout.floats, np.float32)
-        self._parts = [
-            Upload(
-                layout,
-                (shards.part(shard, self.ints), shards.part(shard, self.floats)),
-                first_slot=shard * shards.slots,
-                first_page=shard * shards.pages,
-            )
-            for shard in range(shards.count)
-        ]
-
-    def pack(self, plan: StepPlan, constants: Constants) -> None:
-        """Write a plan into the buffers."""
-        self.any_flags = 0
-        for part, rows in zip(self._parts, self._shards.split(plan), strict=True):
-            part.pack(rows, constants)
-            self.any_flags |= part.any_flags
-        for part in self._parts:
-            part.any_flags = self.any_flags  # the same in all shards, so that all take the same branches
-
-
-AnyUpload = Upload | DataUpload

@@ -97,9 +97,9 @@ class Partitioning:
         return False
 
     @property
-    def shards(self) -> int:
-        """The number of data shards."""
-        return 1
+    def in_step(self) -> bool:
+        """True if steps have to wait for each other: several processes, or several data shards, run each of them."""
+        return False
 
     @property
     def multi_process(self) -> bool:
@@ -191,8 +191,8 @@ class MeshPartitioning(Partitioning):
         return True
 
     @property
-    def shards(self) -> int:
-        return self.placement.data
+    def in_step(self) -> bool:
+        return self.placement.data > 1 or self.multi_process
 
     @property
     def multi_process(self) -> bool:
@@ -228,7 +228,7 @@ class MeshPartitioning(Partitioning):
     def pages(self, one: paged.KV) -> paged.KV:
         def whole(axis: int, leaf: Any) -> jax.ShapeDtypeStruct:
             shape = list(leaf.shape)
-            shape[0] *= self.shards
+            shape[0] *= self.placement.data
             shape[axis] *= self.placement.size
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
@@ -300,7 +300,7 @@ class MeshPartitioning(Partitioning):
             return self.placement.specs(argument)
         if kind is PARTS:
             return PartitionSpec(ALL)
-        over = DATA if self.shards > 1 else None
+        over = DATA if self.placement.data > 1 else None
         if kind is PAGES:
             return jax.tree.map(lambda axis: PartitionSpec(over, *[None] * (axis - 1), ALL), self._divided_axes)
         if kind is PAYLOAD:
@@ -318,7 +318,7 @@ class MeshPartitioning(Partitioning):
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(leaf_spec))
                 for leaf, leaf_spec in zip(argument, spec, strict=True)
             )
-        times = self.shards if kind in (ROWS, PAYLOAD) else 1
+        times = self.placement.data if kind in (ROWS, PAYLOAD) else 1
 
         def lying(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (leaf.shape[0] * times, *leaf.shape[1:]) if times > 1 else leaf.shape

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -17,6 +17,7 @@ from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftedRows, DraftPrograms
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.packing import StepPacking
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.user_functions import LogitsProcessor, check_processors
 
@@ -52,6 +53,12 @@ class ProgramPlan:
     parts: tuple[ProgramAddition, ...] = ()  # of capabilities, in their order
     name: str = ""  # the model's in `rekindle cache ls`
     drafter: DraftPrograms = NO_DRAFTS
+    packed_by: Callable[[ResolvedConfig], StepPacking] = StepPacking.of
+
+    @property
+    def packing(self) -> StepPacking:
+        """The packing of its steps."""
+        return self.packed_by(self.config)
 
     @property
     def ahead(self) -> ProgramVariant:
@@ -61,6 +68,9 @@ class ProgramPlan:
     @property
     def features(self) -> Features:
         """The features of its steps."""
+        return self.packing.features(self._features)
+
+    def _features(self) -> Features:
         sides, precision = self.sides, self.graph.precision
         more: list[Feature] = [feature for part in self.parts for feature in part.features(self)]
         more += [plan.feature(number) for number, plan in enumerate(sides)]

@@ -28,7 +28,7 @@ from rekindle._src.programs.features import Features
 from rekindle._src.programs.lattice import Lattice
 from rekindle._src.programs.layered import LayeredProgram, LayeredPrograms
 from rekindle._src.programs.ledger import Form, Ledger, ProgramCounts, ProgramEntry, ProgramRecord
-from rekindle._src.programs.packing import DataShards
+from rekindle._src.programs.packing import StepPacking
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.request_state import RequestState
@@ -66,8 +66,9 @@ class Programs:
         store: Executables | None = None,
         placement: Placement = ALONE,
         drafter: DraftPrograms = NO_DRAFTS,
+        packing: StepPacking | None = None,
     ) -> None:
-        """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
+        """Make no program yet. `leaves` are the whole model's, as they lie on `placement`.
 
         `features` default to those of sessions without capabilities.
         """
@@ -76,7 +77,7 @@ class Programs:
         keeps = drafter.reads is not None
         self.recipes = Recipes.of(model, graph, leaves, config, self.features, placement, keeps_hidden=keeps)
         self.drafting = drafter.calls(config, self.recipes)
-        self.shards = DataShards(self.recipes.parts.shards, config.max_requests, config.device_pages)
+        self.packing = packing or StepPacking.of(config)
         self.lattice = Lattice(self.recipes, self.drafting.keys)
         self.counts = ProgramCounts()
         self.compiler = ProgramCompiler(self.recipes, self.drafting, self.counts)
@@ -96,7 +97,7 @@ class Programs:
         return cls(
             plan.model, plan.graph, plan.leaves, plan.config, features=plan.features,
             store=ProgramStore(kept, name, plan.key, devices), placement=plan.placement,
-            drafter=plan.drafter,
+            drafter=plan.drafter, packing=plan.packing,
         )  # fmt: skip
 
     @property
@@ -164,7 +165,7 @@ class Programs:
         Only on one CPU device, whose memory is the host's.
         """
         parts = self.recipes.parts
-        if jax.default_backend() != "cpu" or parts.divided or parts.multi_process or self.shards.count != 1:
+        if jax.default_backend() != "cpu" or parts.divided or parts.multi_process:
             return False
         return not self.made(keys)
 

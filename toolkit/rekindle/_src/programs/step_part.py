@@ -18,7 +18,7 @@ from rekindle._src.models.base import Model
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.kv_layout import KV, Paging
-from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
+from rekindle._src.programs.partitioning import ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
 from rekindle._src.programs.row_option import Own, RowFlag
 from rekindle_kernels import Choice
@@ -147,17 +147,16 @@ class StepPart(Generic[Own, Operands]):
     streams: tuple[int, ...] = ()
     has_output: bool = False
     copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
-    shard_axis: int = 0  # of the array, along which data shards follow each other
 
     @property
     def operand_shapes(self) -> object:
-        """The shapes of `operands`, of one data shard where each has its own."""
+        """The shapes of `operands`."""
         return jax.eval_shape(lambda: self.operands)
 
     @property
     def output_layout(self) -> object:
         """The layout of `output` on the devices of a mesh, or a tree of it."""
-        return POOLED if self.shard_axis else ROWS
+        return ROWS
 
     # -- operands on the device
 
@@ -167,11 +166,8 @@ class StepPart(Generic[Own, Operands]):
     def free(self) -> None:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""
 
-    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
-        """Replace `operands` by the operands of a step that contains the feature, from its plan for each data shard.
-
-        Prompts begin after `rows` tokens.
-        """
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        """Replace `operands` by the operands of a step that contains the feature. Prompts begin after `rows` tokens."""
 
     # -- in the program, each a pure function; `own` is the result of `RowOption.unpack`
 

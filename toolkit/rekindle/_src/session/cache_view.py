@@ -21,7 +21,7 @@ from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.options import refuse_keywords, takes_keywords
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers, trees
+from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
 from rekindle._src.kvcache.tiers.disk import DiskStatistics
@@ -567,7 +567,7 @@ class CacheView:
     def _place(self, node: NodeView) -> tuple[PrefixCache, Node]:
         """Return a node of the tree with the cache that has it. Called on the host's loop."""
         cache, _ = self._parts()
-        for tree in trees(cache):
+        for tree in cache.trees:
             found = tree.known(node.key)
             if found is not None:
                 return tree, found

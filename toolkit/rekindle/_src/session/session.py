@@ -32,7 +32,7 @@ from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Dispatch, Host, wait
 from rekindle._src.dispatch.threads import OneShot, run_sync
 from rekindle._src.evaluation.rollouts import RolloutRequests
-from rekindle._src.kvcache import AnyCache, trees
+from rekindle._src.kvcache import AnyCache
 from rekindle._src.kvcache.writer import SaveReport
 from rekindle._src.session import adapters, pausing
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
@@ -344,7 +344,7 @@ class Session(OpenModel, RolloutRequests):
             if not device.is_alone or not isinstance(tree, AnyCache) or not self.config.host_memory:
                 problem = "needs a prefix cache with host memory, in a session of one process"
                 raise InvalidRequest("cache", "keep", problem, "Open it with host_memory, or use 'drop'")
-            pinned = client.ask(lambda: sum(one.pinned_pages for one in trees(tree)))
+            pinned = client.ask(lambda: sum(one.pinned_pages for one in tree.trees))
             if pinned:
                 raise InvalidRequest("cache", "keep", f"can't move {pinned} pinned pages", "Unpin them first")
         return await client.swap_weights(partial(device.swap, weights), device.set_aside if keep else None)

@@ -212,57 +212,53 @@ class InnerSteeringOption(RowOption):
 
 
 class Steering(StepPart[None, Edits]):
-    """Changes of the residual stream of some tokens after some layers. Each data shard has operands of its own."""
+    """Changes of the residual stream of some tokens after some layers."""
 
     variant, instead = ProgramVariant.STEERING, ProgramVariant.INNER_STEERING
     inside, operand_layout = True, ROWS
 
-    def __init__(self, model: ModelConfig, config: ResolvedConfig, shards: int = 1, *, ahead: bool = False) -> None:
+    def __init__(self, model: ModelConfig, config: ResolvedConfig, *, ahead: bool = False) -> None:
         self._layers, self._places = model.num_layers, places_of(model.num_layers)
-        self._shards, self.warmed = shards, ahead
+        self.warmed = ahead
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
-        self._held: list[list[_EditPart]] = []  # the contents of the operands' vectors, of each shard
+        self._held: list[_EditPart] = []  # the contents of the operands' vectors
         self._operands: Edits | None = None
 
     @property
     def operands(self) -> Edits:  # type: ignore[override]
         """The changes of the last prepared step; empty before the first one."""
         if self._operands is None:
-            self._operands = self._none(self._shards, self._vectors())
+            self._operands = self._none(self._vectors())
         return self._operands
 
     @property
     def operand_shapes(self) -> Any:
-        return jax.eval_shape(lambda: self._none(1, np.zeros(self._shape, np.float32)))
+        return jax.eval_shape(lambda: self._none(np.zeros(self._shape, np.float32)))
 
-    def _none(self, shards: int, vectors: Any) -> Edits:
-        starts = np.zeros(shards * (self._places + 1), np.int32)
-        where = np.zeros((shards * self._most, 4), np.int32)
-        return Edits(starts, where, np.zeros((shards * self._most, 3), np.float32), vectors)
+    def _none(self, vectors: Any) -> Edits:
+        starts, where = np.zeros(self._places + 1, np.int32), np.zeros((self._most, 4), np.int32)
+        return Edits(starts, where, np.zeros((self._most, 3), np.float32), vectors)
 
     def _vectors(self) -> Any:
-        return aligned((self._shards * self._shape[0], self._shape[1]), np.float32)
+        return aligned(self._shape, np.float32)
 
-    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
-        entries, needed = zip(*(self._entries(plan, rows) for plan in plans), strict=True)
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        entries, needed = self._entries(plan, rows)
         vectors = self.operands.vectors
-        if [*map(_identities, needed)] != [*map(_identities, self._held)]:
+        if _identities(needed) != _identities(self._held):
             vectors = self._vectors()  # steps in flight read the others
-            for shard, parts in enumerate(needed):
-                place = shard * self._shape[0]
-                for edit, first, count in parts:
-                    vectors[place : place + count] = edit.vectors[first : first + count]
-                    place += count
-            self._held = list(needed)
-        changes = self._none(self._shards, vectors)
-        for shard, own in enumerate(entries):
-            for line, (_, begin, end, edit, vector) in enumerate(own, start=shard * self._most):
-                changes.where[line] = begin, end, vector, edit.each
-                changes.factors[line] = edit.factors
-            starts = np.searchsorted([entry[0] for entry in own], np.arange(self._places + 1))
-            changes.starts[shard * (self._places + 1) :][: self._places + 1] = starts
+            place = 0
+            for edit, first, count in needed:
+                vectors[place : place + count] = edit.vectors[first : first + count]
+                place += count
+            self._held = needed
+        changes = self._none(vectors)
+        for line, (_, begin, end, edit, vector) in enumerate(entries):
+            changes.where[line] = begin, end, vector, edit.each
+            changes.factors[line] = edit.factors
+        changes.starts[:] = np.searchsorted([entry[0] for entry in entries], np.arange(self._places + 1))
         self._operands = changes
 
     def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_EditPart]]:
@@ -342,8 +338,8 @@ class InnerSteering(StepPart[None, Edits]):
     def operand_shapes(self) -> Any:
         return self._stream.operand_shapes
 
-    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
-        self._stream.prepare(plans, rows)
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        self._stream.prepare(plan, rows)
 
     def hooks(self, inputs: StepInputs, own: None, operands: Edits) -> Hooks:
         return self._stream.hooks_at((*STREAM_SITES, *INNER), inputs, operands)
@@ -363,7 +359,7 @@ def tap_features(
     model: ModelConfig, config: ResolvedConfig, placement: Placement, taps: Sequence[Tap], ahead: ProgramVariant
 ) -> tuple[Feature, ...]:
     """Return the features of taps: changes come before captures, which see the changed values."""
-    steering = Steering(model, config, placement.data, ahead=ProgramVariant.STEERING in ahead)
+    steering = Steering(model, config, ahead=ProgramVariant.STEERING in ahead)
     inner = InnerSteering(steering, ahead=ProgramVariant.INNER_STEERING in ahead)
     changes: list[Feature] = [Feature(SteeringOption(), steering), Feature(InnerSteeringOption(), inner)]
     if taps:

@@ -46,7 +46,7 @@ class PicturesPlan(CapabilityPlan):
         from rekindle._src.capabilities.pictures.step import PictureOption, Pictures
 
         stream = plan.graph.precision.stream
-        part = Pictures(plan.model, plan.config, stream, plan.placement.data, ahead=self._encoder is not None)
+        part = Pictures(plan.model, plan.config, stream, ahead=self._encoder is not None)
         return (Feature(PictureOption(plan.model), part),)
 
     def facts(self, programs: ProgramPlan) -> Mapping[str, object]:

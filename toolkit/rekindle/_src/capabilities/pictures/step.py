@@ -10,7 +10,7 @@ the stream, and the first layers after which rows of a picture add more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -67,15 +67,13 @@ def turns(model: ModelConfig) -> bool:
 
 
 class Pictures(StepPart["Array | None", PictureRows]):
-    """The rows of pictures. Each data shard has operands of its own."""
+    """The rows of pictures."""
 
     variant, inside, operand_layout = ProgramVariant.PICTURES, True, ROWS
 
-    def __init__(
-        self, model: ModelConfig, config: ResolvedConfig, dtype: DTypeLike, shards: int = 1, *, ahead: bool = False
-    ) -> None:
+    def __init__(self, model: ModelConfig, config: ResolvedConfig, dtype: DTypeLike, *, ahead: bool = False) -> None:
         self.warmed = ahead
-        self._most, self._shards, self._dtype = config.max_tokens_per_step, shards, np.dtype(dtype)
+        self._most, self._dtype = config.max_tokens_per_step, np.dtype(dtype)
         spec = model.pictures  # None: rows come from callers alone
         self._levels, self._size = 1 if spec is None else 1 + spec.levels, model.hidden_size
         self._token = None if spec is None else spec.token
@@ -87,15 +85,15 @@ class Pictures(StepPart["Array | None", PictureRows]):
     def operands(self) -> PictureRows:  # type: ignore[override]
         """The rows of the last prepared step; empty before the first one."""
         if self._operands is None:
-            self._operands = self._none(self._shards)
+            self._operands = self._none()
         return self._operands
 
     @property
     def operand_shapes(self) -> object:
-        return jax.eval_shape(lambda: self._none(1))
+        return jax.eval_shape(self._none)
 
-    def _none(self, shards: int) -> PictureRows:
-        count = shards * self._most
+    def _none(self) -> PictureRows:
+        count = self._most
         rows = aligned((count, self._levels, self._size), self._dtype)
         places, coordinates = np.full(count, -1, np.int32), np.full((count, 3), -1, np.int32)
         return PictureRows(places, rows, coordinates, np.zeros(count, np.int32))
@@ -103,20 +101,18 @@ class Pictures(StepPart["Array | None", PictureRows]):
     def free(self) -> None:
         self._operands = None
 
-    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
-        operands = self._none(self._shards)  # steps in flight read the others
-        for shard, plan in enumerate(plans):
-            first = token = shard * self._most
-            count = 0
-            for row in plan.prefill:
-                use = row.request.extensions.get(PromptRows)
-                if use is not None:
-                    count = self._write(operands, use, row, first, token, count)
-                token += row.length
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        operands = self._none()  # steps in flight read the others
+        token = count = 0
+        for row in plan.prefill:
+            use = row.request.extensions.get(PromptRows)
+            if use is not None:
+                count = self._write(operands, use, row, token, count)
+            token += row.length
         self._operands = operands
 
-    def _write(self, operands: PictureRows, use: PromptRows, row: Row, first: int, token: int, count: int) -> int:
-        """Write the rows of a prompt's tokens, from the shard's `count`-th row on. Return the count after them."""
+    def _write(self, operands: PictureRows, use: PromptRows, row: Row, token: int, count: int) -> int:
+        """Write the rows of a prompt's tokens, from the `count`-th row on. Return the count after them."""
         start, stop = row.start, row.start + row.length
         for span, rows in zip(use.spans, use.rows, strict=True):
             begin, end = max(start, span.start), min(stop, span.stop)
@@ -125,8 +121,8 @@ class Pictures(StepPart["Array | None", PictureRows]):
                 operands.places[token + begin - start : token + end - start] = np.arange(count, count + length)
                 operands.sees[token + begin - start : token + end - start] = span.stop if use.whole else 0
                 part = rows[:, begin - span.start : end - span.start]
-                operands.rows[first + count : first + count + length, : len(part)] = np.moveaxis(part, 0, 1)
-                operands.rows[first + count : first + count + length, len(part) :] = 0
+                operands.rows[count : count + length, : len(part)] = np.moveaxis(part, 0, 1)
+                operands.rows[count : count + length, len(part) :] = 0
                 count += length
         if self._turns and use.coordinates is not None:
             known = use.coordinates[start:stop]

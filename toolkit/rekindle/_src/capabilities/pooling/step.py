@@ -21,6 +21,7 @@ from rekindle._src.core.report_kinds import POOLED
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature
+from rekindle._src.programs.partitioning import DeviceLayout
 from rekindle._src.programs.plan import ProgramPlan
 from rekindle._src.programs.row_option import FeatureRead, RowOption, RowReports
 from rekindle._src.programs.step_part import StepInputs, StepPart
@@ -72,7 +73,11 @@ class PooledRows(RowOption):
 class Pooling(StepPart[None, tuple[()]]):
     """The sums, the last and the first states of each prefill, in a program of their own variant."""
 
-    variant, has_output, shard_axis = ProgramVariant.POOLING, True, 1
+    variant, has_output = ProgramVariant.POOLING, True
+
+    @property
+    def output_layout(self) -> object:
+        return DeviceLayout.POOLED
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: None, kept: object) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)

@@ -25,7 +25,7 @@ from rekindle._src.core.atomic_checkpoint import is_finished, remove
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.names import printable
 from rekindle._src.core.prefix import is_namespace
-from rekindle._src.kvcache.caches import AnyCache, trees
+from rekindle._src.kvcache.caches import AnyCache
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
 from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, saved_at, size_of, write_index
@@ -252,8 +252,8 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
 
 
 def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
-    """Apply `graft` to the trees of all data shards: any may restore the pages. Returns the largest count."""
-    return max(graft(tree, pages) for tree in trees(cache))
+    """Apply `graft` to all trees: any may restore the pages. Returns the largest count."""
+    return max(graft(tree, pages) for tree in cache.trees)
 
 
 def connected(pages: Sequence[Page], root: bytes) -> list[Page]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from rekindle._src.kvcache.caches import AnyCache, trees
+from rekindle._src.kvcache.caches import AnyCache
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.side import SideCache, SidePlan
 from rekindle._src.kvcache.tiers.disk import DiskTier
@@ -52,4 +52,4 @@ def stores_of(sides: Sequence[SideCache]) -> tuple[SideStore, ...]:
 
 def side_stores(cache: AnyCache | None) -> tuple[SideStore, ...]:
     """Return the side stores of a prefix cache."""
-    return () if cache is None else tuple(store for tree in trees(cache) for store in stores_of(tuple(tree.sides)))
+    return () if cache is None else tuple(store for tree in cache.trees for store in stores_of(tuple(tree.sides)))

@@ -11,11 +11,16 @@ import pytest
 from helpers import small
 from helpers.driving import tiny_config
 from helpers.fakes import extended
-from rekindle._src.capabilities.captures.step import Steering
+from rekindle._src.capabilities.captures.step import Steering, SteeringOption
 from rekindle._src.capabilities.captures.tapped import Edit, RequestTaps
+from rekindle._src.capabilities.pooling.step import Pooling
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.programs.packing import ALONE, Constants, DataShards, DataUpload, Layout, Upload, sections
+from rekindle._src.data_shards.packing import DataFeatures, DataShards, DataUpload, packing_for
+from rekindle._src.programs.buckets import ProgramVariant
+from rekindle._src.programs.feature import Feature
+from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.packing import Constants, Layout, StepPacking, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
 from rekindle._src.programs.row_option import RowFlag
 
@@ -43,15 +48,47 @@ def test_rows_are_split_by_slot_and_joined_in_their_order() -> None:
 
 
 def test_one_shard_changes_nothing() -> None:
-    assert ALONE.split(PLAN) == (PLAN,) and ALONE.split(PLAN)[0] is PLAN
+    alone = StepPacking(slots=4, pages=10)
     ints, floats = np.arange(5, dtype=np.int32), np.zeros(2, np.float32)
-    assert ALONE.admission(ints, floats)[0] is ints
-    assert ALONE.part(0, ints) is ints
-    moves = [PageMove(0, bytes([number])) for number in range(1, 7)]
-    found = list(DataShards(1, 4, 10).batches([PageMove(n, bytes([n])) for n in range(1, 7)], (4,)))
+    assert alone.admission(ints, floats)[0] is ints
+    ((plan, part),) = alone.parts(PLAN, ints)
+    assert plan is PLAN and part is ints
+    assert alone.results(PLAN, ints, (), lambda plan, rows, outputs: (plan, rows)) == (PLAN, ints)
+    assert alone.size(PLAN) == (3, 3, 10) and alone.page_id(25) == 25 and alone.all_slots == 4
+    moves = [PageMove(number, bytes([number])) for number in range(1, 7)]
+    found = list(alone.batches(moves, (4,)))
     assert [batch.places for batch in found] == [(0, 1, 2, 3), (0, 1)]
     assert [batch.ids.tolist() for batch in found] == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert sum(len(batch.moves) for batch in found) == len(moves)
+    assert alone.pages_of(found[1].ids) == 4
+    assert packing_for(1)(tiny_config()) == StepPacking.of(tiny_config())
+    assert not list(alone.batches([], (4,)))
+
+
+def test_a_step_runs_in_the_program_that_holds_every_shards_plan() -> None:
+    assert SHARDS.size(PLAN) == (2, 1, 5)
+    assert SHARDS.all_slots == 12 and SHARDS.first_pages == (0, 10, 20)
+
+
+def test_results_come_from_each_shards_part() -> None:
+    rows = np.arange(3 * LAYOUT.sequences).reshape(-1, 1)
+    pooled = np.arange(2 * 6).reshape(2, 6)
+    output, second = Feature(), Feature(part=Pooling())
+    seen = []
+
+    def read(plan: StepPlan, part: Any, outputs: Any) -> tuple[int, ...]:
+        seen.append([(feature is second, array.tolist()) for feature, array in outputs])
+        return tuple(int(part[0, 0]) for _ in plan.rows)
+
+    found = SHARDS.results(PLAN, rows, [(output, np.arange(6)), (second, pooled)], read)
+    assert found == (0, 8, 8, 0, 4, 8)
+    assert seen[1] == [(False, [2, 3]), (True, [[2, 3], [8, 9]])]
+
+
+def test_pages_are_filled_by_place_of_all_shards() -> None:
+    pages = {0: "a", 1: "b", 4: "c"}
+    assert SHARDS.in_call(pages, 6, "".join) == ["aac", "baa"]
+    assert StepPacking(4, 10).in_call(pages, 6, "".join) == ["a", "b", "c"]
 
 
 def test_pages_move_in_batches_of_all_shards() -> None:
@@ -135,20 +172,30 @@ def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
         request = extended(each.request, RequestTaps(edits=edits, layers=model.num_layers))
         return each._replace(request=request)
 
-    together = Steering(model, config, SHARDS.count)
+    def features() -> Features:
+        return features_of((), 0, Feature(SteeringOption(), Steering(model, config)))
+
+    together = SHARDS.features(features)
+    assert isinstance(together, DataFeatures)
     first = dataclasses.replace(
         PLAN, decode=tuple(tapped(one, one.slot) for one in DECODE), prefill=tuple(tapped(one, 0) for one in PREFILL)
     )
     second = dataclasses.replace(first, prefill=tuple(tapped(one, 1) for one in PREFILL))
+    variant, vectors = ProgramVariant.STEERING, []
     for plan in (first, first, second):
-        together.prepare(SHARDS.split(plan), LAYOUT.rows)
-        alone = [Steering(model, config) for _ in range(SHARDS.count)]
+        together.prepare(plan, variant, LAYOUT.rows)
+        alone = [features() for _ in range(SHARDS.count)]
         for one, part in zip(alone, SHARDS.split(plan), strict=True):
-            one.prepare((part,), LAYOUT.rows)
-        for name in together.operands._fields:
-            parts: Any = [getattr(one.operands, name) for one in alone]
-            np.testing.assert_array_equal(getattr(together.operands, name), np.concatenate(parts), err_msg=name)
+            one.prepare(part, variant, LAYOUT.rows)
+        whole: Any = together.operands(variant)[-1]
+        each: Any = [one.operands(variant)[-1] for one in alone]
+        for name in whole._fields:
+            parts = [getattr(one, name) for one in each]
+            np.testing.assert_array_equal(getattr(whole, name), np.concatenate(parts), err_msg=name)
             assert any(part.any() for part in parts), "nothing is changed"
-        shapes, times = together.operand_shapes, SHARDS.count
-        for shape, array in zip(shapes, together.operands, strict=True):
-            assert (times * shape.shape[0], *shape.shape[1:]) == array.shape and shape.dtype == array.dtype
+        shapes: Any = together.operand_shapes(variant)[-1]
+        for shape, array in zip(shapes, whole, strict=True):
+            assert (SHARDS.count * shape.shape[0], *shape.shape[1:]) == array.shape and shape.dtype == array.dtype
+        vectors.append(whole.vectors)
+    assert vectors[0] is vectors[1] and vectors[1] is not vectors[2], "steps in flight read the others"
+    together.free()

@@ -11,11 +11,13 @@ requests are spread evenly, and the shard that knows a prompt gets it as long as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
+from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.prompt_hit import PromptHit
 from rekindle._src.core.records import (
@@ -30,10 +32,11 @@ from rekindle._src.core.records import (
     WaitingRequest,
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
-from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.drafting.drafter import summed_counts
+from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.tree import PrefixCache
+from rekindle._src.scheduling.drafting.drafter import Drafter, summed_counts
 from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
-from rekindle._src.scheduling.sequence import Explanation, Sequence
+from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
 T = TypeVar("T")
@@ -109,6 +112,37 @@ class DataScheduler:
         self._flights: deque[_ShardFlight] = deque()
         self._step = 0
 
+    @classmethod
+    def over(
+        cls,
+        limits: Limits,
+        pools: Items[PagePool],
+        caches: Items[PrefixCache | None],
+        *,
+        policy: str,
+        seed: int | None,
+        program_wait: ProgramWait,
+        drafters: Items[Drafter],
+    ) -> DataScheduler:
+        """Return the scheduler over shards with these pools and caches, and `limits` for each shard."""
+        arrivals = itertools.count()
+        return cls(
+            [
+                ShardScheduler(
+                    limits,
+                    pool,
+                    cache=cache,
+                    policy=policy,
+                    seed=seed,
+                    first_slot=number * limits.max_requests,
+                    arrivals=arrivals,
+                    program_wait=program_wait,
+                    drafters=drafters,
+                )
+                for number, (pool, cache) in enumerate(zip(pools, caches, strict=True))
+            ]
+        )
+
     @property
     def has_work(self) -> bool:
         return any(shard.has_work for shard in self.shards)
@@ -139,7 +173,7 @@ class DataScheduler:
         keys = list[int]()
         if self.cache is not None:
             prefix = request.prefix(self.limits.page_size).first(request.reusable)
-            keys = self.cache.shards[0].keys(prefix)
+            keys = self.cache.trees[0].keys(prefix)
 
         def cost(index: int) -> tuple[bool, int, int, int]:
             shard = self.shards[index]
