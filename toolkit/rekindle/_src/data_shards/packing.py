@@ -223,9 +223,9 @@ class DataFeatures(Features):
             own.free()
 
     def _join(self, feature: object, operands: Sequence[object]) -> object:
-        leaves = zip(*map(jax.tree.leaves, operands), strict=True)
-        joined = [self._leaf((feature, index), parts) for index, parts in enumerate(leaves)]
-        return jax.tree.unflatten(jax.tree.structure(operands[0]), joined)
+        leaves, trees = zip(*map(jax.tree.flatten, operands), strict=True)
+        joined = [self._leaf((feature, index), parts) for index, parts in enumerate(zip(*leaves, strict=True))]
+        return trees[0].unflatten(joined)
 
     def _leaf(self, key: tuple[object, int], parts: tuple[Any, ...]) -> np.ndarray:
         """Join an array of all shards, into new memory: steps in flight read the last one.

@@ -66,7 +66,7 @@ def own_head(target: Target) -> DraftKind:
     if model.draft_head is None:
         problem = f"needs a head that drafts tokens, and this {model.model_type} model has none that is implemented"
         raise ConfigError("drafts", "mtp", problem, 'Use drafts="suffix" or "auto"')
-    if placement.data > 1 or placement.processes > 1:
+    if not placement.one_pool:
         problem = "can't draft in several data shards or processes"
         raise ConfigError("drafts", "mtp", problem, "Use devices of one process, with one data shard")
     head = head_of(target.graph)

@@ -136,7 +136,7 @@ def _of_a_checkpoint(name: str, target: Target, located: Callable[[str], str | P
         close = f"Did you mean {nearby!r}? " if nearby else ""
         fix = f"{close}Use one of {', '.join(map(repr, words))}, or a model"
         refuse(name, "is neither a known source nor a model on this machine", fix)
-    if placement.data > 1 or placement.processes > 1:
+    if not placement.one_pool:
         problem = "is another model, which can't draft in several data shards or processes"
         refuse(name, problem, "Use devices of one process, with one data shard")
     if model.is_bidirectional:

@@ -124,9 +124,14 @@ class Placement:
         return 1
 
     @property
-    def pages_apart(self) -> bool:
-        """True if layers that give pages back have ids of their own: there is one pool, and one process."""
+    def one_pool(self) -> bool:
+        """True if all devices share one pool of pages, in one process."""
         return self.data == 1 and self.processes == 1
+
+    @property
+    def pages_apart(self) -> bool:
+        """True if layers that give pages back have ids of their own."""
+        return self.one_pool
 
     @property
     def processes(self) -> int:

@@ -107,7 +107,7 @@ def resolve(
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
     """Raise ConfigError for options that models with states do not have yet."""
     what = f"the states of this {model.model_type} model"
-    if placement.data > 1 or placement.processes > 1:
+    if not placement.one_pool:
         raise ConfigError(
             "mesh",
             config.mesh,
