@@ -31,6 +31,7 @@ from rekindle_kernels.native.language.amx import (
     end,
     load_tile,
     store_tile,
+    stream_tile,
     zero_tile,
 )
 from rekindle_kernels.native.language.dot_products import transpose
@@ -50,9 +51,10 @@ def units_of(job: Any) -> int:
 
 
 def tile(blocks: int, vectors: int, size: int) -> Any:
-    """Return `multiply(w, further, x, words, sums)`: 16 outputs at w, and 16 more `further` bytes after it if there are
-    two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; the second block's lie SUMS
-    bytes after the first's.
+    """Return `multiply(w, further, x, words, sums, ahead, low, high)`: 16 outputs at w, and 16 more `further` bytes
+    after it if there are two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; the
+    second block's lie SUMS bytes after the first's. The outputs `low` to `high` of those `ahead` bytes after w are
+    prefetched meanwhile.
     """
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
@@ -65,7 +67,7 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
     @emits(types.void, *[types.int64] * 4)
     def step(builder: Any, w: Any, row: Any, further: Any, x: Any) -> None:
         for v in range(vectors):
-            load_tile(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
+            stream_tile(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
         for block in range(blocks):
             load_tile(builder, _OUTPUTS_AT + block, builder.add(w, further) if block else w, row)
             for v in range(vectors):
@@ -77,16 +79,13 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
             store_tile(builder, register, builder.add(sums, WORD(block * SUMS + v * LINE)), WORD(PANEL * 4))
 
     @jit
-    def multiply(w: int, further: int, x: int, words: int, sums: int, ahead: int) -> None:
+    def multiply(w: int, further: int, x: int, words: int, sums: int, ahead: int, low: int, high: int) -> None:
         clear(sums)
         row = words * 4
         for j in range(0, words, LANES):
             step(w + j * 4, row, further, x + j * PANEL * 4)
-            if ahead > 0:
-                for i in range(OUTPUTS):
-                    prefetch(w + ahead + i * row + j * 4)
-                    if blocks == 2:
-                        prefetch(w + ahead + further + i * row + j * 4)
+            for i in range(low, high):
+                prefetch(w + ahead + i % OUTPUTS * row + i // OUTPUTS * further + j * 4)
         leave(sums)
 
     return multiply
@@ -119,15 +118,21 @@ def functions(size: int) -> Any:
             finish_vector(job, turned + i * OUTPUTS * 4, 0, SUMS, r + i, n)
 
     @inline
-    def multiply_panel(w: int, further: int, x: int, words: int, sums: int, ahead: int, two: bool, both: bool) -> None:
+    def multiply_panel(
+        w: int, further: int, x: int, words: int, sums: int, ahead: int, panel: int, panels: int, two: bool, both: bool
+    ) -> None:
+        """Multiply a panel, and prefetch its share of the weights that lie `ahead`: with all of them prefetched by the
+        first panel, it would wait for memory, and the others would leave memory idle."""
+        outputs = 2 * OUTPUTS if two else OUTPUTS
+        low, high = panel * outputs // panels, (panel + 1) * outputs // panels
         if two and both:
-            two_by_two(w, further, x, words, sums, ahead)
+            two_by_two(w, further, x, words, sums, ahead, low, high)
         elif two:
-            two_by_one(w, further, x, words, sums, ahead)
+            two_by_one(w, further, x, words, sums, ahead, low, high)
         elif both:
-            one_by_two(w, further, x, words, sums, ahead)
+            one_by_two(w, further, x, words, sums, ahead, low, high)
         else:
-            one_by_one(w, further, x, words, sums, ahead)
+            one_by_one(w, further, x, words, sums, ahead, low, high)
 
     @jit
     def multiply(job: Any, index: int) -> None:
@@ -136,17 +141,18 @@ def functions(size: int) -> Any:
         outputs = OUTPUTS if ups > 0 else 2 * OUTPUTS  # from a unit to the next one
         further = (ups if ups > 0 else OUTPUTS) * words * 4
         first, last = group * job.group, min(job.rows, (group + 1) * job.group)
+        panels = (last - first + PANEL - 1) // PANEL
         shapes = malloc(MEMORY)
         begin(shapes, DEPTH)
         sums = malloc(2 * SUMS)
         for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
             n = unit * outputs
             two = ups > 0 or n + OUTPUTS < job.results
-            for r in range(first, last, PANEL):
-                ahead = outputs * words * 4 if r == first else 0
+            for panel in range(panels):
+                r = first + panel * PANEL
                 both = r + LANES < last
                 w, x = job.weight + n * words * 4, job.packed + r * words * 4
-                multiply_panel(w, further, x, words, sums, ahead, two, both)
+                multiply_panel(w, further, x, words, sums, outputs * words * 4, panel, panels, two, both)
                 for v in range(2 if both else 1):
                     put(job, sums, n, r + v * LANES)
                     if ups == 0 and two:

@@ -39,6 +39,11 @@ def load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
     _emit(builder, _bytes(_F2, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
 
 
+def stream_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
+    """Load a tile whose lines are read once before much else is: the first cache keeps what it has."""
+    _emit(builder, _bytes(_66, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
+
+
 def store_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
     _emit(builder, _bytes(_F3, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
 
