@@ -13,6 +13,7 @@ import pytest
 from helpers.fakes import make_request
 from helpers.scheduling import LoopBuilder
 from helpers.small import PAGE, opening, plain, prompt
+from helpers.thorough import by_default
 
 pytestmark = pytest.mark.usefixtures("large_steps")
 
@@ -45,7 +46,7 @@ def test_lesson_06_prompts_of_whole_pages_that_are_cached_share_one_decode_step(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("options", by_default([{}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}]), ids=str)
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_06_the_tokens_after_a_prompt_that_is_cached_whole_are_those_of_a_cold_one(
     options: dict[str, Any],

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers import small
+from helpers.thorough import by_default
 from rekindle import tiny
 from rekindle.models import LoadedModel, load
 
@@ -79,7 +80,7 @@ def test_pages_are_found_given_up_and_never_lost(engine: ModuleType, model: Load
         assert not any(one.users.values())
 
 
-@pytest.mark.parametrize("step", ["Sampled", "Engine"])
+@pytest.mark.parametrize("step", by_default(["Engine", "Sampled"]))
 @pytest.mark.parametrize("options", [{"temperature": 1.3}, {"temperature": 0.8, "top_p": 0.6}], ids=str)
 def test_draws(engine: ModuleType, model: LoadedModel, says: Says, step: str, options: dict[str, float]) -> None:
     one = getattr(engine, step)(model, rows=4, context=64)

@@ -130,6 +130,7 @@ async def test_it_says_what_the_server_answers_to_a_model_without_a_chat_templat
 
 
 @pytest.mark.anyio
+@pytest.mark.thorough
 async def test_it_samples_as_a_notebooks_chat_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenAI's default of temperature 1 makes nonsense of small models."""
     pytest.importorskip("uvicorn", reason="the server is the extra `serve`")

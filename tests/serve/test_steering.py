@@ -93,6 +93,7 @@ async def test_arrays_and_unknown_names_are_refused_by_field(session: Any, field
     assert "rekindle.Steer" not in answer.error["message"] and "open(steering" not in answer.error["message"]
 
 
+@pytest.mark.thorough
 async def test_vectors_may_come_from_files(tmp_path: Path, session: Any) -> None:
     from safetensors.numpy import save_file
 

@@ -96,6 +96,7 @@ async def test_integrated_gradients_are_those_of_torch() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.thorough
 async def test_estimates_next_to_exact_patches() -> None:
     """Exact patches are those of `patch`, and the estimate of what the number is linear in is exact."""
     async with opening(precompile="lazy") as session:
@@ -123,6 +124,7 @@ async def test_estimates_next_to_exact_patches() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.thorough
 async def test_dropped_layers_pass_no_gradient() -> None:
     """Without the second of two layers, a gradient before it is that after it; AtP* is the mean of such sizes."""
     assert LAST == 1

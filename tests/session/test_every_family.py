@@ -89,7 +89,7 @@ async def streamed(session: rekindle.Session, messages: list[dict[str, Any]]) ->
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("family", by_default(ReplyFormat.names(), 8))
+@pytest.mark.parametrize("family", by_default(ReplyFormat.names(), 3))
 async def test_a_chat_with_tools_from_end_to_end(tmp_path: Path, family: str) -> None:
     writer, replies = writer_of(family)
     first, last = writer.play(QUESTION, replies, [weather])

@@ -16,6 +16,7 @@ from helpers import checkpoints
 from helpers.sessions import eventually
 from helpers.small import MODEL, opening, plain, prompt
 from helpers.tapping import relative
+from helpers.thorough import by_default
 from rekindle import Steer
 from rekindle._src.capabilities.gradients.owner import GRADIENTS
 from rekindle._src.capabilities.gradients.request import Point, ResolvedObjective
@@ -160,7 +161,15 @@ def computed(model: LoadedModel, graph: Graph, leaves: Any, points: tuple[Point,
 
 @pytest.mark.parametrize(
     ("name", "kind", "tiles"),
-    [("llama", "int4", True), ("mixtral", "int4", False), ("mixtral", "int8", True), ("llama", "int8-weight", False)],
+    by_default(
+        [
+            ("llama", "int4", True),
+            ("llama", "int8-weight", False),
+            ("mixtral", "int4", False),
+            ("mixtral", "int8", True),
+        ],
+        2,
+    ),
 )
 def test_quantised_weights_have_the_gradients_of_their_floats(
     name: str, kind: str, tiles: bool, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +196,7 @@ def test_quantised_weights_have_the_gradients_of_their_floats(
         assert relative(gradient, other) < 1e-4, point
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@pytest.mark.parametrize("name", by_default(["llama", "mixtral"]))
 def test_sites_inside_of_layers_by_finite_differences(name: str) -> None:
     model = checkpoints.case(name)
     sites = ("q", "k", "v", "heads", "gates") if model.config.moe else ("q", "k", "v", "heads")

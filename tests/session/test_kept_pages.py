@@ -18,6 +18,7 @@ import pytest
 from helpers.sessions import engine_of, writer_of
 from helpers.small import PAGE, opening
 from helpers.small import prompt as small_prompt
+from helpers.thorough import by_default
 from helpers.tiered import ask, opened, prompt
 from rekindle import Session
 from rekindle._src.core.records import PageMove
@@ -206,7 +207,7 @@ def test_nothing_waits_where_all_is_on_disk(tmp_path: Path, monkeypatch: pytest.
         assert writer_of(session).finish() is None
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", by_default(["int8", "float32", "bfloat16"]))
 def test_the_host_moves_pages_as_programs_do(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def pages() -> None:
         async with opening(kv_dtype=kv_dtype, disk_memory="8MiB", precompile="lazy") as session:

@@ -112,6 +112,7 @@ async def test_a_short_chat_is_not_measured(session: Session, monkeypatch: pytes
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_two_hundred_turns_share_their_prompts(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most turns find the pages of the one before, and rendering is bounded whatever the length of the chat."""
     rendered, render = list[int](), intake._render
@@ -382,6 +383,7 @@ async def pictures(folder: Path, tmp_path: Path) -> AsyncIterator[Session]:
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_pictures_leave_with_their_turns(pictures: Session) -> None:
     """The request, its completion and its forks have the pictures of the turns that stay."""
     first, second = picture_models.picture(1, 96, 64), picture_models.picture(2, 64, 96)

@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
 ONE, TWO = small.picture(1, 96, 64), small.picture(2, 64, 64)
 
 
-@pytest.fixture(scope="module", params=by_default(["gemma3", "qwen3-vl", "qwen3.5"], 2))
+@pytest.fixture(scope="module", params=by_default(["gemma3", "qwen3-vl", "qwen3.5"]))
 def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

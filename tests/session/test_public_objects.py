@@ -293,8 +293,11 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
+LONG = {"tune": pytest.mark.thorough}  # it compiles a training, of which `test_tuning.py` shows what it gives
+
+
 def cases(kind: type, recipes: dict[str, Recipe]) -> list[Any]:
-    return [pytest.param(kind, name, id=f"{kind.__name__}.{name}") for name in recipes]
+    return [pytest.param(kind, name, id=f"{kind.__name__}.{name}", marks=LONG.get(name, ())) for name in recipes]
 
 
 def test_every_public_name_has_a_recipe() -> None:

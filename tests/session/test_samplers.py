@@ -114,6 +114,7 @@ async def test_numbers_that_are_carried_survive_sleep(alone: list[tuple[int, ...
         assert (await handle).token_ids == alone[6]
 
 
+@pytest.mark.thorough
 def test_a_restarted_session_finds_the_programs_and_draws_the_same(tmp_path: Path) -> None:
     options: dict[str, Any] = {**TINY, "max_requests": 2, "drafts": "none", "cache_dir": tmp_path}
 
@@ -128,6 +129,7 @@ def test_a_restarted_session_finds_the_programs_and_draws_the_same(tmp_path: Pat
     assert traced > 0 == traced_again
 
 
+@pytest.mark.thorough
 def test_a_grammar_masks_before_samplers(opened: rekindle.Session) -> None:
     for number, options in enumerate(ALL):
         done = opened.generate_sync(PROMPTS[number % 3], **options | {"max_tokens": 40}, regex="(red|green|blue){3}")

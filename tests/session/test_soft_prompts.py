@@ -178,6 +178,7 @@ async def test_batches_forks_and_neighbours_compile_nothing(session: Session, ow
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_rows_outlive_a_restart_and_a_preemption(tmp_path: Path) -> None:
     options = {**TINY, "disk_memory": 1 << 26, "cache_dir": str(tmp_path)}
     async with rekindle.open("tiny", **options) as first:
@@ -194,6 +195,7 @@ async def test_rows_outlive_a_restart_and_a_preemption(tmp_path: Path) -> None:
 
 @anyio_test
 @pytest.mark.parametrize("drafts", by_default(["suffix", "lookup"], 1))
+@pytest.mark.thorough
 async def test_drafts_change_no_token(session: Session, own: Any, drafts: str) -> None:
     """Texts that repeat themselves are drafted; the places of rows are no tokens to draft from."""
     size = own.shape[1]
@@ -213,6 +215,7 @@ async def test_drafts_change_no_token(session: Session, own: Any, drafts: str) -
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_adapters_have_rows_and_pages_of_their_own(own: Any, tmp_path: Path) -> None:
     config = load(tiny.folder()).config
     folders = {str(seed): adapters.write(tmp_path / str(seed), config, seed=seed) for seed in (1, 2)}

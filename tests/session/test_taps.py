@@ -451,6 +451,7 @@ def test_changes_that_differ_in_their_numbers_alone_have_different_texts(session
     assert repr(part[0]) == repr(part[1]) and str(part[0]) != str(part[1])
 
 
+@pytest.mark.thorough
 def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Session) -> None:
     """Their text, as XLA gets it, is the same without the features of taps."""
     programs: Any = engine_of(session).runner.programs

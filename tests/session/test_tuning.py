@@ -117,7 +117,7 @@ async def test_a_caller_that_leaves_ends_the_training() -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("within", ["a batch", "the optimiser's program"])
+@pytest.mark.parametrize("within", by_default(["a batch", "the optimiser's program"]))
 async def test_a_training_that_was_cut_off_goes_on_where_it_was(
     within: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +166,7 @@ async def test_a_training_that_was_cut_off_goes_on_where_it_was(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
+@pytest.mark.thorough
 async def test_a_probe_goes_on_in_another_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"rank": 1, "steps": 4, "every": 2, "probe": "The sky is"}
     task = TrainingRun._task
@@ -225,6 +226,7 @@ async def test_preferences_move_the_margin(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", by_default(["int4", "int8"], lambda kind: kind == "int4"))
+@pytest.mark.thorough
 def test_a_quantised_base_is_trained_as_its_floats_are(kind: str, tmp_path: Path) -> None:
     """The same losses come out for the stored integers as for the widened weights, and nothing but these is held."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -252,6 +254,7 @@ def test_a_quantised_base_is_trained_as_its_floats_are(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("variant", by_default(["dapo", "grpo", "dr_grpo"], lambda variant: variant == "dapo"))
+@pytest.mark.thorough
 def test_rewards_are_raised(variant: Any) -> None:
     """Completions in words of one kind; the session draws with the log-probabilities of the training."""
     seen: list[tuple[Any, str]] = []
