@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from helpers.draft_heads import with_head
 from rekindle._src import drafts
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import DraftSource, EngineConfig
 from rekindle._src.drafts.checkpoint import Target
 from rekindle._src.drafts.kind import DraftKind
 from rekindle._src.drafts.plan import OF_CHECKPOINTS, draft_plan, of_texts
@@ -27,6 +28,7 @@ from rekindle._src.scheduling.sequence import Limits
 from rekindle.errors import ConfigError
 
 SOURCE = Path(drafts.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMITS = Limits(4, 64, 128, 8)
 
 
@@ -49,6 +51,18 @@ def test_options_choose_drafters_of_texts(options: dict[str, Any], names: list[s
     assert [one.name for one in found] == names
     assert max([one.most for one in found], default=0) == options.get("prompt_lookup", 0)
     assert (plan.programs, plan.pages, plan.device_bytes, plan.mark) == (NO_DRAFTS, (), 0, "")
+
+
+def test_each_word_is_explained_and_compared_with_no_drafts() -> None:
+    """A new word is in the option's own text, in the table of limits, and among the drafters that get equal tokens."""
+    words = {*get_args(DraftSource)} - {"auto", "none"}
+    explained, table = EngineConfig.__doc__ or "", (ROOT / "tutorials" / "guide" / "limits.md").read_text()
+    assert {word for word in words if f'"{word}"' not in explained or f'`"{word}"`' not in table} == set()
+    tree = ast.parse((ROOT / "tests" / "session" / "test_every_drafter.py").read_text())
+    (drafters,) = (
+        node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "DRAFTERS"
+    )
+    assert words <= ast.literal_eval(drafters).keys()
 
 
 def test_none_and_some_are_a_contradiction() -> None:
