@@ -17,7 +17,6 @@ from helpers.sessions import eventually
 from helpers.small import MODEL, OPTIONS, plain, prompt
 from rekindle._src.capabilities.adapters import owner as shelf
 from rekindle._src.models.adapters import budget
-from rekindle._src.session import client
 from rekindle.errors import CheckpointError, SessionClosed
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs", "large_steps")]
@@ -96,7 +95,7 @@ async def test_reading_ends_when_the_caller_has_left(gate: Gate, tmp_path: Path)
 
 
 async def test_a_disk_that_hangs_ends_in_an_error(gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ADAPTER_SECONDS", 0.05)
+    monkeypatch.setattr(shelf, "SECONDS", 0.05)
     async with opening() as session:
         with pytest.raises(CheckpointError, match=r"The adapter 'slow' was not read within 0\.05 s"):
             await session.load_adapter("slow", adapters.write(tmp_path / "a", MODEL.config))

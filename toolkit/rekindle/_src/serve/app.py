@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 
-from rekindle._src.serve import info
+from rekindle._src.serve import adapters, info
 from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, count_tokens, messages
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
@@ -49,10 +49,6 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (info.ABORT, info.abort, OpenAI()),
     (info.LOAD_MODEL, info.load_model, OpenAI()),
     (info.UNLOAD_MODEL, info.unload_model, OpenAI()),
-)
-LOADING: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
-    (info.LOAD_ADAPTER, info.load_adapter, OpenAI()),
-    (info.UNLOAD_ADAPTER, info.unload_adapter, OpenAI()),
 )
 GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/v1/models", info.list_models, "The models that are served"),
@@ -157,7 +153,7 @@ def app(
             else:
                 failed(error)
 
-    posts = (*POSTS, *LOADING) if adapter_loading else POSTS
+    posts = (*POSTS, *adapters.LOADING) if adapter_loading else POSTS
     dialects = {endpoint.path: dialect for endpoint, _, dialect in posts}
 
     async def on_http_error(request: Any, error: Any) -> Any:

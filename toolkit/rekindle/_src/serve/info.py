@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: health, models, version, abort, tokenize, detokenize, adapters."""
+"""The endpoints that generate nothing: health, models, version, abort, tokenize, detokenize."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from rekindle._src.serve.chat import encode_chat, plain_messages, template_optio
 from rekindle._src.serve.content import RequestContent
 from rekindle._src.serve.errors import ApiError, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
-from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, Name, PathText, String, TokenIds, ignored
+from rekindle._src.serve.fields import Boolean, Endpoint, Field, Items, String, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
-from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
-from rekindle.errors import ConfigError
 
 _AT_ONCE = 1 << 16  # ids that become an array at once
 MOST_IDS = 1 << 18  # that are decoded at once, unless the context has room for more
-_MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
+MODEL = Field("model", String(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
                  "chat_template", "reasoning_effort", "tools")  # fmt: skip
 
@@ -32,7 +30,7 @@ TOKENIZE = Endpoint(
     "/tokenize",
     "The token ids of a prompt or a conversation",
     (
-        _MODEL,
+        MODEL,
         Field("prompt", String(), "Text; or messages."),
         Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "A conversation; or a prompt."),
         Field("add_special_tokens", Boolean(), "Let the tokenizer add special tokens to a prompt; true by default."),
@@ -42,7 +40,7 @@ TOKENIZE = Endpoint(
     ),
 )
 _TOKENS = Field("tokens", TokenIds(), "Token ids.", required=True)
-DETOKENIZE = Endpoint("/detokenize", "The text of token ids", (_MODEL, _TOKENS))
+DETOKENIZE = Endpoint("/detokenize", "The text of token ids", (MODEL, _TOKENS))
 ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",
@@ -51,25 +49,6 @@ ABORT = Endpoint(
         Field("request_ids", Items(String(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
     ),
 )
-# Off by default: a client that may call these can have the server read any folder that its process can read.
-_ADAPTER_NAME = Field("lora_name", Name(), "The adapter's name.", required=True)
-LOAD_ADAPTER = Endpoint(
-    "/v1/load_lora_adapter",
-    "Load an adapter from a folder of the server",
-    (
-        _MODEL,
-        _ADAPTER_NAME,
-        Field("lora_path", PathText(), "A PEFT folder, or a GGUF file.", required=True),
-        Field("load_inplace", Boolean(), "Replace the adapter that has the name; false by default."),
-        ignored("base_model_name", "Not used."),
-    ),
-)
-UNLOAD_ADAPTER = Endpoint(
-    "/v1/unload_lora_adapter",
-    "Forget an adapter and its cached pages",
-    (_MODEL, _ADAPTER_NAME, ignored("lora_int_id", "Not used.")),
-)
-
 # By the names of llama.cpp's router. The names are of the command line: no request brings a path.
 LOAD_MODEL = Endpoint(
     "/models/load",
@@ -150,35 +129,6 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
     # One pass over the requests: thousands of ids must not hold the server's loop.
     there = exchange.service.life.abort(set().union(*names.values()), exchange.key)
     await exchange.reply({"aborted": [id_ for id_ in ids if not names[id_].isdisjoint(there)]})
-
-
-async def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
-    _, session = await model_of(exchange, fields)
-    if isinstance(session, AdaptedSession) or not hasattr(session, "load_adapter"):
-        raise ApiError(400, "the model takes no adapters here. Name one that is open in the server", param="model")
-    return session
-
-
-async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    session, name = await _adaptable(exchange, fields), fields["lora_name"]
-    if name in exchange.service.models.by_name:  # a request with this name would get the model, without a word
-        raise wrong("lora_name", name, "is the name of a model here", "Choose another name for the adapter")
-    if name in session.adapters and not fields.get("load_inplace"):
-        raise ApiError(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
-    try:
-        await session.load_adapter(name, fields["lora_path"])
-    except ConfigError as error:  # such as a rank for which the session has no room
-        names = {"adapter": "lora_name", "source": "lora_path"}
-        raise wrong(names.get(error.field, error.field), error.value, error.problem, error.fix) from error
-    await exchange.reply({"id": name, "object": "adapter", "loaded": True})
-
-
-async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    session, name = await _adaptable(exchange, fields), fields["lora_name"]
-    if name not in session.adapters:
-        raise ApiError(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
-    await session.unload_adapter(name)
-    await exchange.reply({"id": name, "object": "adapter", "loaded": False})
 
 
 async def load_model(exchange: Exchange, fields: dict[str, Any]) -> None:

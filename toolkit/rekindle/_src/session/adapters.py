@@ -35,7 +35,7 @@ async def load(client: Client, name: str, source: Any, alpha: float | None) -> N
         return shelf.read(name, source, alpha, lambda: wanted() and not client.host.closing)
 
     try:
-        adapter = await client.adapter_threads.run(read, late)
+        adapter = await shelf.threads.run(read, late)
     except RequestAborted:
         client.host.check()
         raise

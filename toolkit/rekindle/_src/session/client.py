@@ -19,7 +19,6 @@ from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import PageMove, Request, WaitingRequest
-from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
@@ -48,10 +47,6 @@ def open_sessions() -> list[Any]:
     return [session for _, session in sorted(_sessions.items()) if not session.closed]
 
 
-ADAPTERS_AT_ONCE = 4  # adapters that are read at a time
-ADAPTER_SECONDS = 300.0  # to read an adapter: 15 GB from a slow disk
-
-
 class Client:
     """Access to one open session. Every method may be called from any thread, and raises if the session can't be used.
 
@@ -65,7 +60,6 @@ class Client:
         self.front: Front = front
         self.engine: Engine = front.backend
         self.writer: CacheWriter = CacheWriter(host, self.engine)
-        self.adapter_threads: JobThreads = JobThreads(ADAPTERS_AT_ONCE, ADAPTER_SECONDS, "rekindle adapters")
         self._capabilities = capabilities_of()
         self.pauses: int = 0  # paused() blocks that have been entered and not left
         self.asleep: bool = False

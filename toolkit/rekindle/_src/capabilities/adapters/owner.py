@@ -18,6 +18,7 @@ from rekindle._src.capabilities.adapters.request import ADAPTERS, AdapterUse
 from rekindle._src.capabilities.adapters.slots import UNIT, units_for
 from rekindle._src.capabilities.plans import Owner, SessionPlan, WeightsChange
 from rekindle._src.core.names import checked_name
+from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Services
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter, combined
@@ -28,6 +29,8 @@ from rekindle._src.models.adapters.writing import write_folder
 from rekindle._src.models.config import ModelConfig
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, RekindleError
 
+AT_ONCE = 4  # adapters that are read at a time
+SECONDS = 300.0  # to read an adapter: 15 GB from a slow disk
 _SUMS = 16  # sums of adapters that are kept
 
 
@@ -43,6 +46,7 @@ class AdapterShelf(Owner):
         self._adapters: dict[str, Adapter] = {}
         self._sums: OrderedDict[tuple[tuple[str, float], ...], Adapter] = OrderedDict()
         self._lock = threading.Lock()
+        self.threads = JobThreads(AT_ONCE, SECONDS, "rekindle adapters")  # that read
 
     @classmethod
     def open(
