@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rekindle._src.core.guard import Cause, GuardEnded, GuardLimits, GuardProcess
+from rekindle._src.core.guard import START_SECONDS, Cause, GuardEnded, GuardLimits, GuardProcess
 
 JOBS = """
 import os, signal
@@ -71,6 +72,21 @@ def test_it_says_why_it_ended(
         ask(guard, job, **bounds)
     assert error.value.cause is cause, error.value
     assert guard.ended and not guard.usable
+
+
+def test_a_job_s_time_begins_when_the_process_is_ready(
+    start: Callable[[], GuardProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watches, timer = list[float](), threading.Timer
+
+    def watched(seconds: float, function: Callable[[], None]) -> threading.Timer:
+        watches.append(seconds)
+        return timer(600.0, function)
+
+    monkeypatch.setattr(threading, "Timer", watched)
+    guard = start()
+    assert [ask(guard, "1", seconds=seconds) for seconds in (0.25, 0.5)] == [2, 2]
+    assert watches == [START_SECONDS, 0.25, 0.5]
 
 
 def test_an_interrupt_ends_it(start: Callable[[], GuardProcess], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from rekindle._src.core import guarded
 from rekindle_kernels import system
 
 LONGEST_ANSWER = 1 << 28  # bytes
+START_SECONDS = 60.0  # in which a process has started and made what its jobs need, on a machine that is busy
 
 
 class GuardLimits(NamedTuple):
@@ -93,28 +94,12 @@ class GuardProcess:
         """Return the answer to a job; both are values of JSON. Raises `GuardEnded`.
 
         A job has `seconds` by the clock and `processor` seconds of a processor, and an answer at most `most` bytes.
-        Any error in here ends the guard.
+        The first one waits for the start of the process, too. Any error in here ends the guard.
         """
-        watch = threading.Timer(seconds, self._kill_late)
-        watch.daemon = True
-        watch.start()
-        answer = None
-        try:
-            with contextlib.suppress(OSError, ValueError):  # the process is gone
-                if self._first is not None:
-                    first, self._first = self._first, None
-                    guarded.send(self._stdin, first)
-                guarded.send(self._stdin, {"job": job, "processor": processor})
-                answer = guarded.receive(self._stdout, most)
-        except BaseException:
-            self.end()
-            raise
-        finally:
-            watch.cancel()
-        if answer is None:
-            raise self._cause(self._ended())
-        result: dict[str, object] = answer["answer"]
-        return result
+        if self._first is not None:
+            first, self._first = self._first, None
+            self._exchange(first, START_SECONDS, most)
+        return self._exchange({"job": job, "processor": processor}, seconds, most)
 
     def kill(self) -> None:
         """End the process, from any thread."""
@@ -137,6 +122,24 @@ class GuardProcess:
     def _stdout(self) -> IO[bytes]:
         assert self._process.stdout is not None, "a pipe"
         return self._process.stdout
+
+    def _exchange(self, message: object, seconds: float, most: int) -> dict[str, object]:
+        watch = threading.Timer(seconds, self._kill_late)
+        watch.daemon = True
+        watch.start()
+        answer = None
+        try:
+            with contextlib.suppress(OSError, ValueError):  # the process is gone
+                guarded.send(self._stdin, message)
+                answer = guarded.receive(self._stdout, most)
+        except BaseException:
+            self.end()
+            raise
+        finally:
+            watch.cancel()
+        if not isinstance(answer, dict):
+            raise self._cause(self._ended())
+        return answer
 
     def _kill_late(self) -> None:
         self._late = True

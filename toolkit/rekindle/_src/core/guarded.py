@@ -2,7 +2,8 @@
 
 It is run by itself, with the standard library alone, and must stay so. A message is its length in four bytes, then
 JSON. The first one has the path for imports, the file of jobs and the settings of its `prepare`, which returns a
-function from a job to its answer; each of the others has a job.
+function from a job to its answer; each of the others has a job. Each is answered by an object, the first
+one by an empty one.
 """
 
 from __future__ import annotations
@@ -70,12 +71,13 @@ def _do_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> Non
         system.forbid_core_dumps()
         do = runpy.run_path(first["jobs"])["prepare"](first["settings"])
         system.limit_memory(first["memory"])
+        send(answers, {})
         while True:
             message = jobs.get()
             system.end_after_processor_time(message["processor"])
             answer = do(message["job"])
             system.end_after_processor_time(0.0)
-            send(answers, {"answer": answer})
+            send(answers, answer)
     except MemoryError:
         status = NO_MEMORY
     finally:
