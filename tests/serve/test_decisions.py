@@ -16,6 +16,7 @@ from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.evaluation.decisions.reading import OptionReader
+from rekindle._src.serve import exchange
 from rekindle._src.serve.bodies import IN_A_THREAD
 from rekindle._src.serve.decisions import input_text
 
@@ -193,8 +194,11 @@ async def test_log_probabilities_of_options_are_held_as_memory(tiny: Session) ->
     assert served.state.rekindle.ledger.held == 0
 
 
-async def test_callers_take_turns_at_encoding_many_documents(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each request began a thread of its own, which encoded megabytes."""
+@pytest.mark.parametrize("large", ["body", "prompts"])
+async def test_callers_take_turns_at_encoding_many_documents(
+    served: Any, monkeypatch: pytest.MonkeyPatch, large: str
+) -> None:
+    """Each request began a thread of its own, which encoded megabytes: of its body, or of a query in all prompts."""
     begun, on, prompt = list[str](), threading.Event(), OptionReader.prompt
 
     def held(reader: OptionReader, messages: Any) -> Any:
@@ -205,7 +209,11 @@ async def test_callers_take_turns_at_encoding_many_documents(served: Any, monkey
 
     monkeypatch.setattr(OptionReader, "prompt", held)
     turns, statuses = served.state.rekindle.turns, list[int]()
-    body = {"query": "Who?", "documents": ["a first one", *["a b"] * 20], "user": "x" * IN_A_THREAD}
+    body = {"query": "Who?", "documents": ["a first one", *["a b"] * 20]}
+    if large == "body":
+        body["user"] = "x" * IN_A_THREAD
+    else:
+        monkeypatch.setattr(exchange, "TOKENS_IN_A_TURN", 60)
 
     async def ask(number: int) -> None:
         statuses.append((await post(served, "/v1/rerank", body, address=f"10.0.0.{number}")).status)

@@ -106,7 +106,7 @@ async def decisions(exchange: Exchange, fields: dict[str, Any]) -> None:
     exchange.account.hold(results=BYTES * sum(map(characters_of, fields["questions"])))
     with exchange.takes_on(tokens) as active:
         call = session.decide(state, asked, **_options(fields))
-        decided = await _answers(exchange, active, call)
+        decided = await _answers(exchange, active, call, tokens)
     answers = [_answer(entry, decided[str(place)]) for place, entry in enumerate(fields["questions"])]
     usage = call.usage
     counted = {
@@ -153,11 +153,11 @@ def characters_of(entry: Mapping[str, Any]) -> int:
     return sum(len(str(option.get("value", option.get("label")))) for option in options)
 
 
-async def _answers(exchange: Exchange, active: Active, call: Any) -> Any:
+async def _answers(exchange: Exchange, active: Active, call: Any, tokens: int) -> Any:
     """Return the results of a call. Large ones are encoded when it is the caller's turn."""
     active.handles.append(call)
     call.serve(exchange.caller, active.started)
-    async with exchange.turn():
+    async with exchange.turn(tokens):
         await call.encode()
     results = await call
     active.started()
@@ -203,7 +203,7 @@ async def rerank(exchange: Exchange, fields: dict[str, Any]) -> None:
     check_tokens("documents", tokens)
     with exchange.takes_on(tokens) as active:
         call = session.rerank(query, documents, **options, **_options(fields))
-        ranking = await _answers(exchange, active, call)
+        ranking = await _answers(exchange, active, call, tokens)
     shown = fields.get("return_documents", True)
     results = [
         {

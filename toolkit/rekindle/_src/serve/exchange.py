@@ -38,7 +38,7 @@ from rekindle._src.serve.bodies import dumps as dumps
 from rekindle._src.serve.errors import ApiError, refusal, unavailable, wrong
 from rekindle._src.serve.fields import Endpoint, UnknownFields
 from rekindle._src.serve.ledger import REQUEST_MEMORY, Account, ByteLedger, bytes_of, parsing_bytes
-from rekindle._src.serve.life import Active, Hosts, Life, address_of
+from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active, Hosts, Life, address_of
 from rekindle._src.serve.logprobs import TokenNames
 from rekindle._src.serve.metrics import Metrics, Names, Tracing
 from rekindle._src.serve.models import InLine, LentModel, Models, ServedSession
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 FINGERPRINT = f"rekindle-{VERSION}"
 
 PROGRESS_SECONDS = 1.0  # between two comments of a stream that waits for its model
+TOKENS_IN_A_TURN = IN_A_THREAD // CHARACTERS_PER_TOKEN  # of a small body: a text may be in many prompts
 MOST_ITEMS = 10_000
 MOST_CHARACTERS = 16 << 20
 
@@ -256,9 +257,10 @@ class Exchange:
         """True if the loop may read the body's values itself."""
         return self.size < IN_A_THREAD and self.values < VALUES_IN_A_THREAD
 
-    def turn(self) -> AbstractAsyncContextManager[None]:
-        """Return the caller's turn at work for large requests; a small one needs none."""
-        return nullcontext() if self.small else self.service.turns.turn(self.caller)
+    def turn(self, tokens: int = 0) -> AbstractAsyncContextManager[None]:
+        """Return the caller's turn at work for large requests; a small one with few tokens to encode needs none."""
+        few = self.small and tokens < TOKENS_IN_A_TURN
+        return nullcontext() if few else self.service.turns.turn(self.caller)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""
