@@ -40,14 +40,21 @@ from numba.core import cgutils
 from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
 from rekindle_kernels.native.kernels.int4_tile import TILE_BYTES, Codebook, scale_reader, stored_integers
-from rekindle_kernels.native.language.amx import MEMORY, add_products_of_pairs, load_tile, store_tile, zero_tile
+from rekindle_kernels.native.language.amx import (
+    MEMORY,
+    add_products_of_pairs,
+    load_tile,
+    store_tile,
+    stream_tile,
+    zero_tile,
+)
 from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, load_f32, store_bf16
 
 ROWS = 16  # of a tile
 DEPTH = 32  # inputs of a tile
-PANEL = 256  # inputs of which weights are widened at a time: with a tile of rows they stay in the first cache
+PANEL = 576  # inputs of which weights are widened at a time: they stay in the first cache while rows pass by
 CACHED = 1 << 21  # bytes of rows that are multiplied together: they stay in the second cache
 _TILE = ROWS * LINE  # bytes of a tile of rows, of weights, and of sums
 _ROWS_AT, _WEIGHTS_AT = 4, 6  # registers; those before have the sums
@@ -156,7 +163,7 @@ def _multiplier_of(strips: int) -> Any:
             at = builder.mul(loop.index, WORD(_TILE))
             column = builder.add(weights, builder.mul(loop.index, WORD(2 * _TILE)))
             for v, start in enumerate(rows):
-                load_tile(builder, _ROWS_AT + v, builder.add(start, at), line)
+                stream_tile(builder, _ROWS_AT + v, builder.add(start, at), line)
             for block in range(2):
                 load_tile(builder, _WEIGHTS_AT + block, builder.add(column, WORD(block * _TILE)), line)
                 for v in range(strips):
@@ -181,7 +188,7 @@ def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any,
         further_minimum = minimum + further_scales if minimum > 0 else 0
         panel, totals, groups = memory + _WEIGHTS, memory + _TOTALS, job.groups
         group, nbytes, strip = job.width // groups, job.block_bytes // groups, ROWS * job.stride
-        panels = (job.width + PANEL - 1) // PANEL
+        panels, strips = (job.width + PANEL - 1) // PANEL, (last - first + 2 * ROWS - 1) // (2 * ROWS)
         per = ((groups + panels - 1) // panels * group + DEPTH - 1) // DEPTH * DEPTH // group  # groups of a panel
         start = 0
         while start < groups:
@@ -192,11 +199,13 @@ def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any,
                 panel + _TILE,
             )  # fmt: skip
             ahead = weight + stop * nbytes if stop < groups else following
-            if ahead > 0:
-                ask_for(ahead, further, (stop - start) * nbytes)
+            # Each strip of rows asks for its share: memory is read while they are multiplied.
+            share = ((stop - start) * nbytes // strips + LINE) // LINE * LINE if ahead > 0 else 0
             count, fresh = (stop - start) * group // DEPTH, 1 if start == 0 else 0
             x, sums = job.packed + first * job.stride + start * group * ROWS * 2, totals
             for r in range(first, last, 2 * ROWS):
+                ask_for(ahead, further, share)
+                ahead += share
                 if r + ROWS < last:
                     two(x, strip, panel, count, sums, fresh)
                 else:
