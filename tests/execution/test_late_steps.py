@@ -17,8 +17,7 @@ from helpers.guides import RuleGuide
 from helpers.programs import session_features
 from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling
-from rekindle._src.core.extensions import Guidance
-from rekindle._src.core.report_kinds import GUIDED
+from rekindle._src.capabilities.guides.guidance import GUIDED, Guidance
 from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import ALONE

@@ -14,12 +14,14 @@ from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictStore, DictTier, extended
 from helpers.guides import RuleGuide
 from rekindle import Sampling
-from rekindle._src.core.extensions import Guidance
+from rekindle._src.capabilities.guides.guidance import Guidance
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs import lattice as module
 from rekindle._src.programs import packing
 from rekindle._src.programs.buckets import GATHER, SCATTER, TABLES, Helper
+from rekindle._src.programs.features import features_of
 from rekindle._src.programs.layered import LayeredForward, LayeredStep
 from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.programs import Programs
@@ -38,7 +40,9 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def driver(as_on_accelerators: None) -> Iterator[Driver]:
     config = tiny_config(max_model_len=256, device_pages=100, max_requests=2)
-    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config, store=STORE)
+    programs = Programs(
+        MODEL.config, MODEL.graph, MODEL.leaves, config, features=features_of(late=Guides()), store=STORE
+    )
     runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
     yield Driver(runner)
     runner.close()
@@ -90,7 +94,7 @@ def test_parts_change_the_tables_that_whole_programs_change(as_on_accelerators: 
 def test_guided_rows_in_parts_find_their_tables(as_on_accelerators: None) -> None:
     """The first half of their steps returns the tables, which the steps after it change further."""
     config = tiny_config(max_model_len=256, device_pages=100, max_requests=2)
-    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config, features=features_of(late=Guides()))
     programs.settle_for(Form.PARTS)
     runner = Runner(MODEL, config, host_tier=DictTier(), programs=programs)
     driver = Driver(runner)

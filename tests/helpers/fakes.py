@@ -20,12 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
-from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities.guides.guidance import Guidance
+from rekindle._src.capabilities.guides.step import Guides
+from rekindle._src.capabilities.pooling.request import POOLED, PromptPooling
 from rekindle._src.capabilities.scores.request import PromptScoring
 from rekindle._src.core.claims import Claim
 from rekindle._src.core.contracts import InFlightLike
 from rekindle._src.core.extension import Extension, Extensions
-from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import (
     GuideLike,
     IntArray,
@@ -42,9 +43,8 @@ from rekindle._src.core.records import (
     TokenLogprobs,
     mask_words,
 )
-from rekindle._src.core.report_kinds import LOGPROBS, POOLED, PROMPT_LOGPROBS
+from rekindle._src.core.report_kinds import LOGPROBS, PROMPT_LOGPROBS
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.programs.guides import Guides
 from rekindle.errors import StoreError
 
 EOS = 256

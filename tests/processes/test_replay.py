@@ -15,14 +15,16 @@ import pytest
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier, extended
 from helpers.guides import RuleGuide
+from rekindle._src.capabilities.guides.guidance import Guidance
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
-from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import PageCopy, PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
 from rekindle._src.processes.replay import LoadedWeights, Replay
 from rekindle._src.processes.team import Team
+from rekindle._src.programs.features import features_of
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ProcessLost
 
@@ -36,7 +38,12 @@ OUT, BACK = b"o" * 32, b"b" * 32
 def programs() -> Programs:
     shapes = PLACEMENT.shapes(MODEL.leaves)
     return Programs(
-        MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20, page_size=16), placement=PLACEMENT
+        MODEL.config,
+        MODEL.graph,
+        shapes,
+        tiny_config(host_memory=1 << 20, page_size=16),
+        placement=PLACEMENT,
+        features=features_of(late=Guides()),
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax import Array
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.capabilities.pooling.step import PooledRows, Pooling
 from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.report import Report
@@ -19,7 +20,6 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.row_option import Columns, FeatureRead, RowOption, RowReports
 from rekindle._src.programs.step_part import Hooks, StepInputs, StepPart

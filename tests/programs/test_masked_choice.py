@@ -14,7 +14,7 @@ from rekindle import LogitsProcessor, Sampling
 from rekindle._src.core.records import Request, Row, StepPlan, mask_words
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import features_of
-from rekindle._src.programs.guides import NO_TOKEN
+from rekindle._src.programs.late_masks import NO_TOKEN
 from rekindle._src.programs.packing import Constants, Layout, Upload
 from rekindle._src.programs.request_state import RequestState, abstract_state, admit, pack_admission
 from rekindle._src.programs.step import ChoiceInputs, make_choice

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from helpers.fakes import FakeModel, extended, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, LoopBuilder, NoReserve
-from rekindle._src.core.extensions import Guidance
+from rekindle._src.capabilities.guides.guidance import GUIDED, Guidance
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.core.records import FinishReason, GuideReport, Mask, Request
-from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.dispatch.backend import LoopTurn
-from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
 
 MODEL = FakeModel()

@@ -10,9 +10,8 @@ import pytest
 
 from helpers.fakes import extended, make_request
 from helpers.scheduling import Loop, LoopBuilder
-from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities.pooling.request import POOLED, PromptPooling
 from rekindle._src.core.records import FinishReason, Request
-from rekindle._src.core.report_kinds import POOLED
 
 
 def text(number: int, length: int, pooling: Any = "mean") -> Request:

@@ -11,8 +11,8 @@ import pytest
 from helpers.sessions import engine_of, opened
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
+from rekindle._src.capabilities.guides import step as guides
 from rekindle._src.core.records import GuideReport
-from rekindle._src.programs import guides
 from rekindle._src.structured import endings
 from rekindle._src.structured.grammar import Guide
 from rekindle.errors import NoTokenLeft

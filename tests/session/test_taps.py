@@ -21,10 +21,10 @@ from helpers.tapping import Plain, difference
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.capabilities.captures.tapped import MAX_RUNS, MAX_VECTORS
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.evaluation.lens import most_likely
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.features import Features
-from rekindle._src.programs.guides import Guides
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import InvalidRequest
 

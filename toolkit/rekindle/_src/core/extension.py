@@ -61,6 +61,11 @@ class Extension:
         return False
 
     @property
+    def ends_itself(self) -> bool:
+        """True if it may end the text before the request's limits do."""
+        return False
+
+    @property
     def held(self) -> bool:
         """True while no step may have the request. Asked in every step, if a class overrides it."""
         return False

@@ -10,20 +10,25 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.drafts.kind import DraftKind
 from rekindle._src.scheduling.drafting.drafter import DraftableRow, Drafter
-from rekindle._src.scheduling.drafting.proposal import Proposal, RequestDrafts
+from rekindle._src.scheduling.drafting.proposal import OwnDrafts, Proposal, RequestDrafts
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
 
 class ForcedDrafter(Drafter):
-    """Proposes the tokens that grammars of guided requests force; see `followers.ForcedTokens`."""
+    """Proposes the tokens that grammars force; a follower of the request knows them."""
 
     name = "forced"
 
     def begin(self, sequence: Sequence) -> RequestDrafts | None:
-        return sequence.forced
+        return _own(sequence)
 
     def propose(self, rows: Items[DraftableRow]) -> list[Proposal | None]:
-        return [row.sequence.forced.propose(row.skip, row.most) if row.sequence.forced else None for row in rows]
+        each = [(row, _own(row.sequence)) for row in rows]
+        return [None if drafts is None else drafts.propose(row.skip, row.most) for row, drafts in each]
+
+
+def _own(sequence: Sequence) -> OwnDrafts | None:
+    return next((one for one in sequence.followers if isinstance(one, OwnDrafts)), None)
 
 
 class ForcedKind(DraftKind):

@@ -14,7 +14,7 @@ from jax import Array
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.feature import Feature
-from rekindle._src.programs.guides import Guides
+from rekindle._src.programs.late_masks import NO_MASKS, LateMasks
 from rekindle._src.programs.logprobs import (
     Distribution,
     DistributionOption,
@@ -47,7 +47,7 @@ _variant = functools.cache(ProgramVariant)  # calling an enumeration takes three
 class Features:
     """All features of a session's steps, combined. Logits pass them in this order."""
 
-    def __init__(self, entries: Sequence[Feature], late: Guides) -> None:
+    def __init__(self, entries: Sequence[Feature], late: LateMasks = NO_MASKS) -> None:
         self.entries, self.late = tuple(entries), late
         self.options = options = tuple(feature.row for feature in entries)
         self.parts = parts = tuple(feature.part for feature in entries)
@@ -223,16 +223,21 @@ class Features:
 
 
 def features_of(
-    processors: Sequence[LogitsProcessor] = (), vocab_size: int = 0, *more: Feature, deterministic: bool = False
+    processors: Sequence[LogitsProcessor] = (),
+    vocab_size: int = 0,
+    *more: Feature,
+    deterministic: bool = False,
+    late: LateMasks = NO_MASKS,
 ) -> Features:
-    """Return the features of a session with these logits processors, and `more` that depend on its model."""
+    """Return the features of a session with these logits processors, `more` that depend on its model, and its late
+    masks."""
     own = (Feature(ProcessorsOption(processors), Processors(processors)),) if processors else ()
     scores = (
         Feature(LogprobsOption(), Logprobs(deterministic=deterministic)),
         Feature(PromptLogprobsOption(), PromptLogprobs(deterministic=deterministic)),
         Feature(DistributionOption(), Distribution(vocab_size, deterministic=deterministic)),
     )
-    return Features((*own, Feature(ShapingOption(), LogitShaping()), *scores, *more), Guides())
+    return Features((*own, Feature(ShapingOption(), LogitShaping()), *scores, *more), late)
 
 
 PLAIN = features_of()

@@ -17,6 +17,7 @@ from rekindle._src.programs.buckets import PLAIN_VARIANT, ProgramVariant
 from rekindle._src.programs.drafting import NO_DRAFTS, DraftChains, DraftedRows, DraftPrograms
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.late_masks import NO_MASKS, LateMasks
 from rekindle._src.programs.packing import StepPacking
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.user_functions import LogitsProcessor, check_processors
@@ -34,6 +35,11 @@ class ProgramAddition:
     def key(self) -> Mapping[str, object]:
         """Further fields of the digest that programs are stored under."""
         return {}
+
+    @property
+    def masks(self) -> LateMasks | None:
+        """The late masks of steps; one addition at most has some."""
+        return None
 
     def features(self, plan: ProgramPlan) -> Sequence[Feature]:
         """Return the features of steps that it adds."""
@@ -78,7 +84,8 @@ class ProgramPlan:
             more.append(Feature(DraftedRows(), DraftChains()))
         more += self.drafter.features()
         processors = check_processors(self.processors)
-        return features_of(processors, self.model.vocab_size, *more, deterministic=precision.deterministic)
+        late = next((masks for part in self.parts if (masks := part.masks) is not None), NO_MASKS)
+        return features_of(processors, self.model.vocab_size, *more, deterministic=precision.deterministic, late=late)
 
     @property
     def sides(self) -> tuple[DevicePlan, ...]:

@@ -17,7 +17,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
-from rekindle._src.core.extensions import Guidance
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -246,7 +245,11 @@ def goes_two_ways(request: Request, longest: int) -> bool:
     sampling = request.sampling
     long_prompt = request.generates and request.resumed is None and request.prompt_length >= SHORT
     more_tokens = sampling.max_tokens > 1 and request.prompt_length + 2 <= longest
-    return long_prompt and more_tokens and (Guidance not in request.extensions or sampling.min_tokens < 2)
+    return (
+        long_prompt
+        and more_tokens
+        and (sampling.min_tokens < 2 or not any(one.ends_itself for one in request.extensions.values()))
+    )
 
 
 def prompt_only(request: Request) -> Request:

@@ -44,7 +44,6 @@ from rekindle._src.core.records import (
     TokenEvent,
     WaitingRequest,
 )
-from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.side import Keying, SideCache
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
@@ -306,7 +305,7 @@ class Scheduler:
                 elif event is not None:
                     events.append(event)
             self._drain(sequence)
-        self._slow_rows.learn(flight.plan, result)
+        self._slow_rows.learn(flight.sequences, result)
         self._drafts.learn(flight.sequences, flight.plan, result, taken)
         if flight.plan.drafted:
             for sequence in dict.fromkeys(flight.sequences):
@@ -667,13 +666,12 @@ def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleEr
             return FinishReason.EOS
         if token in request.stop_ids:
             return FinishReason.STOP
-    guided = next(iter(GUIDED.of(output)), None) if output.reports else None
-    if guided is not None and guided.ended:
-        if guided.by_eos:
-            return FinishReason.EOS
-        if guided.steered:
+    for follower in sequence.followers:
+        if (ended := follower.ends(output)) is FinishReason.LENGTH:
             return sequence.limit_reason
-        return too_short(sequence) if sequence.tokens.generated < request.sampling.min_tokens else FinishReason.GRAMMAR
+        if ended is not None:
+            early = ended is not FinishReason.EOS and sequence.tokens.generated < request.sampling.min_tokens
+            return too_short(sequence) if early else ended
     return sequence.limit_reason if sequence.tokens.generated >= sequence.limit else None
 
 

@@ -23,7 +23,7 @@ from rekindle._src.core.records import FinishReason, PageRun, Request, Row, Slot
 from rekindle._src.kvcache import PrefixCache
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
-from rekindle._src.scheduling.followers import ForcedTokens, followers_of
+from rekindle._src.scheduling.followers import CostlyFollower, followers_of
 from rekindle._src.scheduling.state import Drafting, Epoch, PageList, QueuePlace, SequenceTokens, TreePlace
 from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
@@ -137,7 +137,7 @@ class Sequence:
     """A live request and its state, in parts; the scheduler is its only owner."""
 
     __slots__ = (
-        "cached_tokens", "cutting", "drafting", "ended_at", "ends_in_row", "epoch", "followers", "forced", "generates",
+        "cached_tokens", "costly", "cutting", "drafting", "ended_at", "ends_in_row", "epoch", "followers", "generates",
         "holding", "limit", "limit_reason", "namespace", "need", "pages", "queue", "reason", "request", "sides",
         "status", "timeline", "tokens", "tree",
     )  # fmt: skip
@@ -173,7 +173,7 @@ class Sequence:
         self.drafting = Drafting()
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.followers = followers_of(request, cache)
-        self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
+        self.costly = next((one for one in self.followers if isinstance(one, CostlyFollower)), None)
         self.need: object = None  # what its decode rows need of programs, once it is known; see ready_rows
 
     @property
@@ -415,8 +415,7 @@ def explanation(
         words += [note.words for note in notes]
     if sequence.tokens.generated:
         words.append(f"it has generated {sequence.tokens.generated} of at most {sequence.limit} tokens")
-    if (forced := sequence.forced) is not None and sequence.tokens.generated:
-        words.append(f"its grammar left no choice for {forced.count} of them")
+        words += [line for follower in sequence.followers if (line := follower.describe())]
     words += [drafts.describe() for drafts in sequence.drafting.by_name.values() if drafts.drafted]
     if sequence.queue.preemptions:
         words.append(f"it was preempted {sequence.queue.preemptions} times because pages ran out")

@@ -1,9 +1,10 @@
-"""Rows with slow grammars: they wait for a later step, so that others don't wait for them."""
+"""Rows with slow work on the host: they wait for a later step, so that others don't wait for them."""
 
 from __future__ import annotations
 
-from rekindle._src.core.records import StepPlan, StepResult
-from rekindle._src.core.report_kinds import GUIDED
+from collections.abc import Sequence as Items
+
+from rekindle._src.core.records import StepResult
 from rekindle._src.scheduling.sequence import Sequence
 
 ORDINARY = 0.0001  # seconds of a processor for a token that no grammar waits for; most take a third of it
@@ -60,12 +61,13 @@ class SlowRows:
             self._runs(sequence)
         return chosen
 
-    def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Record the time of a committed step and of its grammars."""
-        if not plan.rows:
+    def learn(self, sequences: Items[Sequence], result: StepResult) -> None:
+        """Record the time of a committed step, with these sequences in its rows, and of their host work."""
+        if not sequences:
             return
         self._usual += _OLDER * (min(result.seconds, _GROWTH * self._usual) - self._usual)
-        times = [report.seconds for row in result.rows if row.reports for report in GUIDED.of(row)]
+        pairs = zip(sequences, result.rows, strict=True)
+        times = [costly.seconds(row) for sequence, row in pairs if (costly := sequence.costly) is not None]
         slow = sum(seconds for seconds in times if seconds > ORDINARY)
         if slow and sum(times) > self.allowed:
             self._credit = max(-_DEBT, self._credit - slow)
@@ -74,13 +76,13 @@ class SlowRows:
 
     def _runs(self, sequence: Sequence) -> None:
         self._turn += 1
-        if sequence.forced is not None:
-            sequence.forced.turn = self._turn
+        if sequence.costly is not None:
+            sequence.costly.turn = self._turn
 
 
 def _seconds(sequence: Sequence) -> float:
-    return 0.0 if sequence.forced is None else sequence.forced.cost
+    return 0.0 if sequence.costly is None else sequence.costly.cost
 
 
 def _turn(sequence: Sequence) -> int:
-    return 0 if sequence.forced is None else sequence.forced.turn
+    return 0 if sequence.costly is None else sequence.costly.turn

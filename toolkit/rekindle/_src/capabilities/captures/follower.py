@@ -10,8 +10,10 @@ import numpy as np
 from rekindle._src.capabilities.captures.kept import CapturedPositions, KeptCaptures, parts_by_page
 from rekindle._src.core.captured import CapturedPart
 from rekindle._src.core.records import Request, Row, RowResult
-from rekindle._src.core.report_kinds import CAPTURED
+from rekindle._src.core.report import Report
 from rekindle._src.scheduling.followers import Follower
+
+CAPTURED: Report[CapturedPart] = Report("captured")  # at positions that the request wants
 
 
 class CaptureFollower(Follower):

@@ -7,13 +7,13 @@ import dataclasses
 import anyio
 
 from rekindle._src.capabilities.captures.files import CaptureFiles
+from rekindle._src.capabilities.captures.follower import CAPTURED
 from rekindle._src.capabilities.captures.tapped import NAME_A_FOLDER, RequestTaps, TapFacts, resolve
 from rekindle._src.capabilities.captures.writer import CaptureWriter, Doors
 from rekindle._src.core.captured import Backlog, Captured, CapturedPart
 from rekindle._src.core.pictures import PictureRun, runs_of
 from rekindle._src.core.prompt_rows import PromptRows
 from rekindle._src.core.records import FinishReason, IntArray, Request, TokenEvent
-from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, KeyedPrompt, Part, SequenceEnd
 from rekindle._src.dispatch.threads import Mailbox, OneShot

@@ -23,6 +23,7 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.capabilities.captures.custom import CustomTaps, CustomTapsOption, Tap, check_places
+from rekindle._src.capabilities.captures.follower import CAPTURED
 from rekindle._src.capabilities.captures.tapped import (
     INNER,
     MAX_PATCHES,
@@ -39,7 +40,6 @@ from rekindle._src.capabilities.captures.tapped import (
 from rekindle._src.core.captured import CapturedPart, Key
 from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import Row, StepPlan
-from rekindle._src.core.report_kinds import CAPTURED
 from rekindle._src.core.taps import LOGITS, Steer
 from rekindle._src.models.base import Model, Placement
 from rekindle._src.models.config import Cache, ModelConfig, Pages

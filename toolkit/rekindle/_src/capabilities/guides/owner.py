@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.capabilities.guides.request import GRAMMARS, THINK_IDS
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.capabilities.plans import CapabilityPlan, Owner, Provider, SessionPlan
 from rekindle._src.dispatch.backend import SessionService
+from rekindle._src.programs.late_masks import LateMasks
 from rekindle._src.structured.grammar import Grammars
 
 if TYPE_CHECKING:
@@ -15,6 +17,10 @@ if TYPE_CHECKING:
 
 class GuidesPlan(CapabilityPlan):
     """Any session with a tokenizer follows grammars."""
+
+    @property
+    def masks(self) -> LateMasks:
+        return Guides()
 
     def open(self, session: SessionPlan, tokenizer: Tokenizer | None) -> Owner:
         assert tokenizer is not None, "it is opened late"

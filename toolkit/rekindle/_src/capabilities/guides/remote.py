@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from rekindle._src.capabilities.guides.guidance import Guidance
 from rekindle._src.core.extension import Extension, SentExtension
-from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import GuideReport, Mask, Request
 
 if TYPE_CHECKING:

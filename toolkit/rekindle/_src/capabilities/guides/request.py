@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import anyio
 
+from rekindle._src.capabilities.guides.guidance import GUIDED, Guidance
 from rekindle._src.capabilities.guides.remote import RemoteGuide, SentGuide
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core import words
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.extensions import Guidance
 from rekindle._src.core.records import FinishReason, GuideLike, GuideReport, IntArray, NewGuide, Request, TokenEvent
 from rekindle._src.core.reply import DeferredParse
-from rekindle._src.core.report_kinds import GUIDED
 from rekindle._src.dispatch.backend import Front, SessionService, Submission
 from rekindle._src.dispatch.capability import Capability, Fields, Part, SequenceEnd
 from rekindle._src.dispatch.threads import OneShot

@@ -19,12 +19,14 @@ from rekindle._src.core.records import (
     Usage,
     Vector,
 )
-from rekindle._src.core.report_kinds import POOLED
+from rekindle._src.core.report import Report
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.capability import Capability, Part
 from rekindle._src.kvcache import PrefixCache
 from rekindle._src.scheduling.followers import FollowedExtension, Follower
 from rekindle.errors import InvalidRequest
+
+POOLED: Report[Vector] = Report("pooled")  # of an embedded prompt: a chunk's states, at its end the states of all
 
 
 class PoolingFollower(Follower):

@@ -14,10 +14,9 @@ import numpy as np
 from jax import Array, lax
 
 from rekindle._src.capabilities.plans import CapabilityPlan
-from rekindle._src.capabilities.pooling.request import PromptPooling
+from rekindle._src.capabilities.pooling.request import POOLED, PromptPooling
 from rekindle._src.core.records import Pooling as Kind
 from rekindle._src.core.records import StepPlan
-from rekindle._src.core.report_kinds import POOLED
 from rekindle._src.models.base import Model
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature

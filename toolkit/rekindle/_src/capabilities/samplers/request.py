@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from rekindle._src.capabilities.samplers.breakers import BreakerTable, BreakerTables
 from rekindle._src.core.extension import Extension
 from rekindle._src.core.records import IntArray, Request, Row, RowResult
-from rekindle._src.core.report_kinds import CARRIED
+from rekindle._src.core.report import Report
 from rekindle._src.core.samplers import ADAPTIVE
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
@@ -20,6 +20,8 @@ from rekindle._src.dispatch.intake import Turns
 from rekindle._src.kvcache import PrefixCache
 from rekindle._src.scheduling.followers import FollowedExtension, Follower
 from rekindle.errors import InvalidRequest
+
+CARRIED: Report[tuple[float, ...]] = Report("carried")  # numbers of a sampler, after the token
 
 
 class SamplerChain(FollowedExtension):

@@ -28,9 +28,9 @@ from rekindle._src.capabilities.samplers.breakers import no_breakers
 from rekindle._src.capabilities.samplers.chain import CARRIED, LONGEST, Context, Numbers, SamplerKind
 from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, REST, SEQUENCES, Breakers, Dry, Window
 from rekindle._src.capabilities.samplers.repetition import penalties as dry_penalties
+from rekindle._src.capabilities.samplers.request import CARRIED as CARRIED_REPORT
 from rekindle._src.capabilities.samplers.request import SamplerChain
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
-from rekindle._src.core.report_kinds import CARRIED as CARRIED_REPORT
 from rekindle._src.core.samplers import ADAPTIVE, MAX_DRY_WINDOW, PENALTIES
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.kvcache.pool import pages_for

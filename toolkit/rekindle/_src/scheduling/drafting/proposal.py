@@ -48,6 +48,16 @@ class RequestDrafts:
         return f"{self.accepted} of {self.drafted} {self.words} were accepted"
 
 
+class OwnDrafts(RequestDrafts):
+    """Drafts that a follower of the request proposes."""
+
+    __slots__ = ()
+
+    def propose(self, skip: int, most: int) -> Proposal | None:
+        """Return up to `most` tokens from `skip` positions past the known ones on; None if there is no proposal."""
+        raise NotImplementedError
+
+
 class Acceptance:
     """How often drafts match the model's next token, counted over all drafts seen, computed or not."""
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rekindle._src.capabilities.guides import step as guides
+from rekindle._src.capabilities.guides.step import Guides
 from rekindle._src.core.records import mask_words
-from rekindle._src.programs import guides
-from rekindle._src.programs.guides import NO_TOKEN, Guides
+from rekindle._src.programs.late_masks import NO_TOKEN
 from rekindle._src.programs.sampling import plainly
 from rekindle_kernels import greedy
 

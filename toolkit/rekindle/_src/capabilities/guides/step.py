@@ -1,6 +1,6 @@
-"""Guides: which tokens each guided row may choose, as masks that the host fills while the model of the step runs.
+"""Guides in a step: the host writes the masks of guided rows while the model runs, and then takes their tokens.
 
-Axes: N rows, V vocabulary, W = ceil(V / 32) words of a mask. A row without a guide has all bits set.
+Axes: N rows, W words of a mask. A row without a guide has all bits set.
 """
 
 from __future__ import annotations
@@ -9,78 +9,31 @@ import gc
 import time
 from collections.abc import Iterator
 
-import jax.numpy as jnp
-from jax import Array, lax
-
-from rekindle._src.core.extensions import Guidance
+from rekindle._src.capabilities.guides.guidance import GUIDED, Guidance
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan, mask_words
-from rekindle._src.core.report_kinds import GUIDED
-from rekindle._src.programs.request_state import BIAS_LIMIT
-from rekindle._src.programs.row_option import RowOption
-from rekindle._src.programs.sampling import Choose, Take
+from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan
+from rekindle._src.programs.late_masks import LateMasks
 from rekindle.errors import NoTokenLeft, RekindleError
-from rekindle_kernels import gated_masks
 
-NO_TOKEN = -2  # read by the host in place of a token where mask and options together leave none
 QUICK = 0.0001  # seconds that a guide takes at most for a token, unless it is slow: they are not reported
 SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
-class Guides(RowOption):
-    """The late feature of a session: its operand, masks [N, W], depends on tokens of the step before, which the host
-    reads while the model runs.
-
-    A program that can wait takes the operand after the model, through a gate. Where no program can wait, such a step is
-    two programs, up to the logits and the choice. Steps with the feature have sizes of their own.
-    """
+class Guides(LateMasks):
+    """The masks of guided rows."""
 
     option = Guidance
-
-    def operand_width(self, vocab_size: int) -> int:
-        """Return the integers of a row's operand, which is all ones in rows without a guide."""
-        return mask_words(vocab_size)
 
     def in_plan(self, plan: StepPlan) -> bool:
         extended = [row for row in plan.rows if row.request.extensions]
         return any(row.samples and Guidance in row.request.extensions for row in extended)
-
-    def wait(self, gate: Array, logits: Array) -> Array:
-        """Return the operand of a program that waits, from its gate, once the logits are computed."""
-        return gated_masks(gate, logits)
-
-    def take(self, masks: Array) -> Take:
-        """Return a function for tokens [N] that the masks [N, W] allow, and their logits; minus infinity is "never"."""
-
-        def take(logits: Array, choose: Choose) -> tuple[Array, Array]:
-            tokens = choose(logits, masks)
-            words = jnp.take_along_axis(masks, tokens[:, None] >> 5, axis=1)[:, 0]
-            chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-            return tokens, jnp.where((words >> (tokens & 31)) & 1 != 0, chosen, -jnp.inf)
-
-        return take
-
-    def allow(self, logits: Array, masks: Array) -> Array:
-        """Return the logits [N, V], minus infinity where the masks [N, W] allow no token."""
-        bits = (masks[:, :, None] >> lax.iota(jnp.int32, 32)) & 1
-        allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
-        return jnp.where(allowed != 0, logits, -jnp.inf)
-
-    def mark(self, tokens: Array, masks: Array, values: Array) -> Array:
-        """Return `tokens` [N], with NO_TOKEN in guided rows that chose a token with a logit meaning "never".
-
-        Where all logits are minus infinity a token is chosen nevertheless, and an infinite bias is a finite number.
-        """
-        never = values < -BIAS_LIMIT / 2
-        dead = lax.cond(jnp.any(never), lambda: never & jnp.any(masks != -1, axis=1), lambda: never)
-        return jnp.where(dead, NO_TOKEN, tokens)
 
     def needs_unread_token(self, plan: StepPlan) -> bool:
         """True if a mask of the plan needs a token that has not been read yet."""
         return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
 
     def fill(self, plan: StepPlan, rows: int, masks: Mask) -> dict[str, Exception]:
-        """Write the masks [N, W] of one data shard's rows, where the program has so many decode `rows`.
+        """Write the masks [N, W] of a plan's rows, where the program has so many decode `rows`.
 
         Return the errors of requests with guides that can't continue.
 
