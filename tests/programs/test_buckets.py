@@ -16,8 +16,8 @@ from rekindle._src.programs.buckets import (
     bucket_for,
     combinations,
     gated,
-    guided_lattice,
-    guided_programs,
+    late_lattice,
+    late_programs,
     lattice,
     prefill_rows,
     programs_of,
@@ -79,13 +79,13 @@ def test_many_short_prefills_take_a_bucket_with_enough_rows() -> None:
 
 
 def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None:
-    guided = guided_lattice(lattice(EngineConfig(max_requests=16, max_tokens_per_step=512), single=True))
+    guided = late_lattice(lattice(EngineConfig(max_requests=16, max_tokens_per_step=512), single=True))
     assert [bucket.name for bucket in guided] == [
         f"{size}+halves" for size in ("r1t0", "r8t0", "r16t0", "r16t32", "r16t128", "r16t512")
     ]
     assert [half.name for half in guided[0].halves] == ["r1t0+forward", "r1t0+choice"]
     config = EngineConfig(max_requests=2, max_tokens_per_step=32)
-    _, processed, *others = guided_lattice(lattice(config, [(ProgramVariant.PROCESSORS,)]))
+    _, processed, *others = late_lattice(lattice(config, [(ProgramVariant.PROCESSORS,)]))
     assert processed.name == "r2t0+processors+halves"
     assert [size.name for size in others] == ["r2t32+halves", "r2t32+processors+halves"]
     assert [half.name for half in processed.halves] == ["r2t0+forward", "r2t0+processors+choice"], (
@@ -96,14 +96,14 @@ def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None
 def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
     config = EngineConfig(max_requests=2, max_tokens_per_step=32)
     single, padded = lattice(config, single=True), lattice(config)
-    one = guided_lattice(single, StepSpan.GATED)
+    one = late_lattice(single, StepSpan.GATED)
     assert [program.name for program in programs_of(one)] == ["r1t0+gated", "r2t0+gated", "r2t32+gated"]
-    halves = programs_of(guided_lattice(padded))
+    halves = programs_of(late_lattice(padded))
     assert [half.name for half in halves] == ["r2t0+forward", "r2t0+choice", "r2t32+forward", "r2t32+choice"]
     assert {gated(half, single) for half in halves} <= {*one}
     larger = lattice(EngineConfig(max_requests=16), single=True)
     assert gated(Bucket(2, 0, span=StepSpan.FORWARD), larger).name == "r1t0+gated", "the smallest without padding"
-    names = {program.name for program in guided_programs((single, padded), [(ProgramVariant.POOLING,)])}
+    names = {program.name for program in late_programs((single, padded), [(ProgramVariant.POOLING,)])}
     assert names >= {"r1t0+gated", "r2t32+gated", "r2t32+pooling+gated"}
     assert names >= {"r2t0+forward", "r2t32+pooling+forward", "r2t32+choice"}
 

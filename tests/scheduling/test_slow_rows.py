@@ -32,9 +32,9 @@ class Steps:
         assert self.sequences[-1] in running and len(running) + len(waiting) == len(self.sequences)
         rows = []
         for sequence in running:
-            guided = told if sequence.costly is not None else None
-            if sequence.costly is not None:
-                sequence.costly.add(told)
+            guided = told if sequence.extensions.costly is not None else None
+            if sequence.extensions.costly is not None:
+                sequence.extensions.costly.add(told)
             rows.append(RowResult(sequence.id, 0, 1, {} if guided is None else {GUIDED.name: (guided,)}))
         pages = np.zeros(1, np.int32)
         plan = StepPlan(0, tuple(Row(one.request, 1, 0, 0, 1, pages, None, samples=True) for one in running), ())
@@ -52,7 +52,7 @@ def test_a_token_that_takes_long_makes_no_grammar_slow_for_long() -> None:
     for _ in range(20):
         steps.run(GuideReport(seconds=ORDINARY / 4))
     for _ in range(3):
-        steps.guided[0].costly.add(GuideReport(seconds=10 * ORDINARY))  # type: ignore[union-attr]
+        steps.guided[0].extensions.costly.add(GuideReport(seconds=10 * ORDINARY))  # type: ignore[union-attr]
         made = [steps.run(GuideReport(seconds=ORDINARY / 4)) for _ in range(12)]
         assert min(made) >= 15 and made[-1] == 16, made
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rekindle._src.capabilities.additions import Additions, CheckedAdditions
     from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
+    from rekindle._src.core.config import ResolvedConfig
     from rekindle._src.core.contracts import TokenizerLike
     from rekindle._src.core.extension import Extension, SentExtension
     from rekindle._src.core.records import Request
@@ -30,6 +31,10 @@ class CapabilityEntry:
     def plan(self, arguments: OpenArguments) -> CapabilityPlan | None:
         """Return its plan for an opening; None if it plans nothing. Raise typed errors for damaged files."""
         return None
+
+    def services(self, tokenizer: TokenizerLike, vocab_size: int | None, config: ResolvedConfig) -> Services:
+        """Return the services of a session that is made over existing parts, without an opening."""
+        return {}
 
     # Its arguments of `open`.
 

@@ -11,6 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 Reports = Mapping[str, tuple[Any, ...]]
+NewReports = dict[str, tuple[Any, ...]]  # while they are made
 
 
 class _NoReports(dict[str, tuple[Any, ...]]):
@@ -44,7 +45,7 @@ class Report(Generic[T]):
         """Return the values of this kind in a record."""
         return record.reports.get(self.name, ())
 
-    def put(self, reports: dict[str, tuple[Any, ...]], *values: T) -> None:
+    def put(self, reports: NewReports, *values: T) -> None:
         """Set the values of this kind; without any, there is no such report."""
         if values:
             reports[self.name] = values

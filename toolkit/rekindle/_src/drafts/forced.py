@@ -28,7 +28,7 @@ class ForcedDrafter(Drafter):
 
 
 def _own(sequence: Sequence) -> OwnDrafts | None:
-    return next((one for one in sequence.followers if isinstance(one, OwnDrafts)), None)
+    return next((one for one in sequence.extensions.followers if isinstance(one, OwnDrafts)), None)
 
 
 class ForcedKind(DraftKind):

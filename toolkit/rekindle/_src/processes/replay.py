@@ -71,7 +71,7 @@ class Replay:
         self._weights = weights
         self._loaded: LoadedWeights | None = None  # weights that may replace them
         self._calls: DeviceCalls | None = None
-        self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step before its tokens are chosen
+        self._forwarded: tuple[Any, _Buffers, np.ndarray] | None = None  # a step before its tokens are chosen
         self._steps = 0
         self._results: queue.Queue[tuple[int, Any, np.ndarray] | None] = queue.Queue(WAITING_RESULTS)
         self._problem: BaseException | None = None
@@ -136,9 +136,9 @@ class Replay:
                 self._step(codec.read_step(content))
             case MessageKind.CHOOSE:
                 key, masks = codec.read_choose(content)
-                if self._guided is None:
+                if self._forwarded is None:
                     raise ProcessLost("tokens are to be chosen of no step")
-                (scores, upload, chosen), self._guided = self._guided, None
+                (scores, upload, chosen), self._forwarded = self._forwarded, None
                 calls = self._device_calls
                 self._report_rows(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
             case MessageKind.ADMIT:
@@ -197,7 +197,7 @@ class Replay:
         chosen = self._codec.sampling(call.key, call.ints)
         if call.key.span:
             forwarded = calls.forward(call.key, calls.program(call.key), upload)
-            self._guided = forwarded.scores, upload, chosen
+            self._forwarded = forwarded.scores, upload, chosen
         else:
             self._report_rows(calls.step(call.key, calls.program(call.key), upload).rows, chosen)
 

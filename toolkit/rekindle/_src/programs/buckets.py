@@ -24,7 +24,7 @@ SMALLEST_TOKENS = 32
 TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows in steps with prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
-GUIDED_ROWS = 8
+LATE_ROWS = 8
 
 
 class ProgramVariant(enum.IntFlag):
@@ -150,15 +150,15 @@ def lattice(
 
 
 @functools.cache
-def guided_lattice(plain: tuple[Bucket, ...], span: StepSpan = StepSpan.HALVES) -> tuple[Bucket, ...]:
+def late_lattice(plain: tuple[Bucket, ...], span: StepSpan = StepSpan.HALVES) -> tuple[Bucket, ...]:
     """Return the sizes of steps with guided rows. There are fewer than for other steps, because few requests have a
     guide.
 
-    Of the decode steps these are the smallest and those from GUIDED_ROWS rows on, which drafts fill up. With prefill
+    Of the decode steps these are the smallest and those from LATE_ROWS rows on, which drafts fill up. With prefill
     tokens, where a guided row samples only while a prompt comes in, it is the largest number of rows.
     """
     least, most = min(bucket.rows for bucket in plain), max(bucket.rows for bucket in plain)
-    few = min(GUIDED_ROWS, most)
+    few = min(LATE_ROWS, most)
     sizes = [
         bucket
         for bucket in plain
@@ -191,15 +191,15 @@ def combinations(groups: Sequence[Sequence[ProgramVariant]]) -> list[ProgramVari
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
     """Return the program that waits for its masks, in place of a half; the smallest may have fewer rows than that."""
     size = dataclasses.replace(half, variants=half.variants & ~_OF_PROMPTS, span=StepSpan.GATED)
-    return size if size in guided_lattice(plain, StepSpan.GATED) else dataclasses.replace(size, rows=1)
+    return size if size in late_lattice(plain, StepSpan.GATED) else dataclasses.replace(size, rows=1)
 
 
-def guided_programs(
+def late_programs(
     lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[Sequence[ProgramVariant]] = ()
 ) -> tuple[Bucket, ...]:
     """Return every program that steps with guided rows may run, from the sizes of other steps and further variants."""
     spans = StepSpan.GATED, StepSpan.HALVES
-    sizes = tuple(size for span in spans for plain in lattices for size in guided_lattice(plain, span))
+    sizes = tuple(size for span in spans for plain in lattices for size in late_lattice(plain, span))
     return programs_of(size for more in combinations(variants) for size in with_variants(sizes, more))
 
 

@@ -53,10 +53,10 @@ class Lattice:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The programs that `precompile` makes; they move pages only if there is a tier below the device."""
-        return (*self._unguided_keys, *(self.guided_keys if self._recipes.config.structured else ()))
+        return (*self._plain_keys, *(self.late_keys if self._recipes.config.structured else ()))
 
     @property
-    def _unguided_keys(self) -> tuple[Key, ...]:
+    def _plain_keys(self) -> tuple[Key, ...]:
         recipes, config = self._recipes, self._recipes.config
         sizes = self.moved_pages[::-1] if config.host_memory or config.disk_memory else ()
         kinds = ("gather", "collect") if recipes.parts.multi_process else ("gather",)
@@ -70,28 +70,28 @@ class Lattice:
         return (*self.ahead, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self._more)
 
     @property
-    def guided_keys(self) -> tuple[Key, ...]:
+    def late_keys(self) -> tuple[Key, ...]:
         """The programs of steps with guided rows: made ahead if config.structured, or as needed."""
-        return buckets.programs_of(buckets.guided_lattice(self.ahead, _guided(gated=self.gated)))
+        return buckets.programs_of(buckets.late_lattice(self.ahead, _late_span(gated=self.gated)))
 
     def known(self) -> tuple[Key, ...]:
         """Return all programs that the session can have."""
         # Variants that few sessions ever need are compiled when a step first does, whatever `precompile` says.
         choices = self._recipes.features.choices
         as_needed = [buckets.with_variants(self.ahead, more) for more in buckets.combinations(choices)[1:]]
-        guided = buckets.guided_programs((self.ahead,), choices)
-        return (*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided)
+        late = buckets.late_programs((self.ahead,), choices)
+        return (*self._plain_keys, LENS, *itertools.chain(*as_needed), *late)
 
     def sizes(self, variants: ProgramVariant, *, late: bool, waits: bool) -> tuple[Bucket, ...]:
         """Return the buckets that a step can choose from; a `late` one is one program if it `waits` for its masks."""
         lattice = self.ahead
         if late:
-            lattice = buckets.guided_lattice(lattice, _guided(gated=waits and self.gated))
+            lattice = buckets.late_lattice(lattice, _late_span(gated=waits and self.gated))
         more = variants and variants & self._recipes.features.as_needed
         return buckets.with_variants(lattice, more) if more else lattice
 
 
-def _guided(*, gated: bool) -> StepSpan:
+def _late_span(*, gated: bool) -> StepSpan:
     return StepSpan.GATED if gated else StepSpan.HALVES
 
 

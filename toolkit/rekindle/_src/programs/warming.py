@@ -319,7 +319,7 @@ class Warming:
                 # The other core serves.
                 self._warm([*self._first, *others], workers=1, before_each=self._give_way)
         # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
-        self._load(self._programs.lattice.guided_keys, all_of_them=True)
+        self._load(self._programs.lattice.late_keys, all_of_them=True)
 
     @property
     def waits_for_kernels(self) -> bool:

@@ -67,9 +67,49 @@ class FollowedExtension(Extension):
         """Return a new follower of the request; None if it needs none. Requests share pages through the `cache`."""
 
 
-def followers_of(request: Request, cache: PrefixCache | None = None) -> tuple[Follower, ...]:
-    """Return the followers of a new request; the `cache` has its pages, if requests share any."""
-    if not request.extensions:
-        return ()
-    extensions = [one for one in request.extensions.values() if isinstance(one, FollowedExtension)]
-    return tuple([follower for one in extensions if (follower := one.follower(request, cache)) is not None])
+class SequenceExtensions:
+    """What the extensions of a request decide for its sequence, and their followers. Most requests have none."""
+
+    __slots__ = ("_holding", "costly", "cutting", "ends_in_row", "followers")
+
+    def __init__(self, request: Request, cache: PrefixCache | None = None) -> None:
+        """Make the followers; the `cache` has the request's pages, if requests share any."""
+        extensions, last = request.extensions, request.prompt_length - 1
+        self._holding = extensions.holding
+        self.cutting = extensions.cutting  # decide where the prompt is cut
+        self.ends_in_row = any(start <= last < stop for start, stop in extensions.embedded)
+        followed = [one for one in extensions.values() if isinstance(one, FollowedExtension)] if extensions else ()
+        made = [follower for one in followed if (follower := one.follower(request, cache)) is not None]
+        self.followers: tuple[Follower, ...] = tuple(made)
+        self.costly = next((one for one in made if isinstance(one, CostlyFollower)), None)
+
+    @property
+    def held(self) -> bool:
+        """True while no step may have the sequence, because too many of its captures wait for their disk."""
+        return bool(self._holding) and any(extension.held for extension in self._holding)
+
+    def reusable(self, known: int) -> int:
+        """Return how many of the `known` tokens may have pages from the cache."""
+        return min((one.reusable(known) for one in self.followers), default=known)
+
+    def begin(self, start: int) -> None:
+        """Begin anew: the request was admitted, with the positions before `start` from the cache."""
+        for follower in self.followers:
+            follower.begin(start)
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        """Take the result of a committed row. Return the result for the caller."""
+        for follower in self.followers:
+            output = follower.take(row, output)
+        return output
+
+    def ends(self, output: RowResult) -> FinishReason | None:
+        """Return why the text ends with a row's token; None if it may go on. See `Follower.ends`."""
+        for follower in self.followers:
+            if (reason := follower.ends(output)) is not None:
+                return reason
+        return None
+
+    def describe(self) -> list[str]:
+        """Return the followers' lines of an explanation."""
+        return [line for follower in self.followers if (line := follower.describe())]

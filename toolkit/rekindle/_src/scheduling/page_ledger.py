@@ -307,7 +307,7 @@ class PageLedger:
             sequence.pages.replace(first, published.pages)
             self._retired.append((last_step, published.duplicates))
         sequence.tree.node, sequence.tree.published = published.node, last
-        for follower in sequence.followers:
+        for follower in sequence.extensions.followers:
             if follower.keeps:
                 follower.published(self.cache.names_to(published.node))
         return first, last

@@ -229,7 +229,7 @@ class Scheduler:
             if admitted.held:
                 continue
             length = 1 if admitted.decodes else self._sides.cut(admitted, budget)
-            for extension in admitted.cutting if length else ():
+            for extension in admitted.extensions.cutting if length else ():
                 room = self.limits.max_tokens_per_step - len(decode) - sum(row.length for row in prefill_rows)
                 length = extension.cut(admitted.epoch.planned, length, room)
             if not length:
@@ -473,8 +473,7 @@ class Scheduler:
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
         sequence.epoch.computed = row.start + row.length
-        for follower in sequence.followers:
-            output = follower.take(row, output)
+        output = sequence.extensions.take(row, output)
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
         if not sequence.generates:
@@ -666,12 +665,12 @@ def end_with(sequence: Sequence, output: RowResult) -> FinishReason | RekindleEr
             return FinishReason.EOS
         if token in request.stop_ids:
             return FinishReason.STOP
-    for follower in sequence.followers:
-        if (ended := follower.ends(output)) is FinishReason.LENGTH:
-            return sequence.limit_reason
-        if ended is not None:
-            early = ended is not FinishReason.EOS and sequence.tokens.generated < request.sampling.min_tokens
-            return too_short(sequence) if early else ended
+    ended = sequence.extensions.ends(output)
+    if ended is FinishReason.LENGTH:
+        return sequence.limit_reason
+    if ended is not None:
+        early = ended is not FinishReason.EOS and sequence.tokens.generated < request.sampling.min_tokens
+        return too_short(sequence) if early else ended
     return sequence.limit_reason if sequence.tokens.generated >= sequence.limit else None
 
 

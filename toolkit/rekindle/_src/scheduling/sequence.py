@@ -23,7 +23,7 @@ from rekindle._src.core.records import FinishReason, PageRun, Request, Row, Slot
 from rekindle._src.kvcache import PrefixCache
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.side import EntryWords
-from rekindle._src.scheduling.followers import CostlyFollower, followers_of
+from rekindle._src.scheduling.followers import SequenceExtensions
 from rekindle._src.scheduling.state import Drafting, Epoch, PageList, QueuePlace, SequenceTokens, TreePlace
 from rekindle._src.scheduling.timeline import Phase, PhaseKind, Timeline, summary
 from rekindle.errors import OutOfPages, PromptTooLong
@@ -137,9 +137,8 @@ class Sequence:
     """A live request and its state, in parts; the scheduler is its only owner."""
 
     __slots__ = (
-        "cached_tokens", "costly", "cutting", "drafting", "ended_at", "ends_in_row", "epoch", "followers", "generates",
-        "holding", "limit", "limit_reason", "namespace", "need", "pages", "queue", "reason", "request", "sides",
-        "status", "timeline", "tokens", "tree",
+        "cached_tokens", "drafting", "ended_at", "epoch", "extensions", "generates", "limit", "limit_reason",
+        "namespace", "need", "pages", "queue", "reason", "request", "sides", "status", "timeline", "tokens", "tree",
     )  # fmt: skip
 
     def __init__(
@@ -153,10 +152,7 @@ class Sequence:
     ) -> None:
         self.request = request
         self.generates = request.generates
-        self.holding = request.extensions.holding  # may keep it out of steps
-        self.cutting = request.extensions.cutting  # decide where its prompt is cut
-        last = request.prompt_length - 1
-        self.ends_in_row = any(start <= last < stop for start, stop in request.extensions.embedded)
+        self.extensions = SequenceExtensions(request, cache)
         self.namespace = request.namespace  # the requests that it shares pages with
         self.limit = limit  # tokens it may generate, known before the first one is
         self.limit_reason = limit_reason
@@ -172,8 +168,6 @@ class Sequence:
         self.sides: tuple[Any, ...] = ()  # a `Holding` of each side cache, since the latest admission
         self.drafting = Drafting()
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
-        self.followers = followers_of(request, cache)
-        self.costly = next((one for one in self.followers if isinstance(one, CostlyFollower)), None)
         self.need: object = None  # what its decode rows need of programs, once it is known; see ready_rows
 
     @property
@@ -182,8 +176,8 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """True while no step may have it, because too many of its captures wait for their disk."""
-        return bool(self.holding) and any(extension.held for extension in self.holding)
+        """True while no step may have it."""
+        return self.extensions.held
 
     @property
     def prefilling(self) -> bool:
@@ -199,7 +193,7 @@ class Sequence:
         epoch = self.epoch
         if epoch.planned + 1 != epoch.target or not self.generates:
             return False
-        return not (self.ends_in_row and epoch.target == self.request.prompt_length)
+        return not (self.extensions.ends_in_row and epoch.target == self.request.prompt_length)
 
     @property
     def ended(self) -> bool:
@@ -208,8 +202,7 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Leading tokens with pages that may come from the cache."""
-        known = self.tokens.known
-        return min((one.reusable(known) for one in self.followers), default=known)
+        return self.extensions.reusable(self.tokens.known)
 
     @property
     def remaining(self) -> int:
@@ -241,8 +234,7 @@ class Sequence:
         self.epoch = Epoch(self.epoch.number + 1, slot, start, self.tokens.known)
         self.status = Status.PREFILL
         self.enter(PhaseKind.PREFILL)
-        for follower in self.followers:
-            follower.begin(start)
+        self.extensions.begin(start)
         if self.epoch.number == 1:
             self.cached_tokens = min(start, self.request.prompt_length)
 
@@ -415,7 +407,7 @@ def explanation(
         words += [note.words for note in notes]
     if sequence.tokens.generated:
         words.append(f"it has generated {sequence.tokens.generated} of at most {sequence.limit} tokens")
-        words += [line for follower in sequence.followers if (line := follower.describe())]
+        words += sequence.extensions.describe()
     words += [drafts.describe() for drafts in sequence.drafting.by_name.values() if drafts.drafted]
     if sequence.queue.preemptions:
         words.append(f"it was preempted {sequence.queue.preemptions} times because pages ran out")

@@ -67,7 +67,7 @@ class SlowRows:
             return
         self._usual += _OLDER * (min(result.seconds, _GROWTH * self._usual) - self._usual)
         pairs = zip(sequences, result.rows, strict=True)
-        times = [costly.seconds(row) for sequence, row in pairs if (costly := sequence.costly) is not None]
+        times = [costly.seconds(row) for sequence, row in pairs if (costly := sequence.extensions.costly) is not None]
         slow = sum(seconds for seconds in times if seconds > ORDINARY)
         if slow and sum(times) > self.allowed:
             self._credit = max(-_DEBT, self._credit - slow)
@@ -76,13 +76,13 @@ class SlowRows:
 
     def _runs(self, sequence: Sequence) -> None:
         self._turn += 1
-        if sequence.costly is not None:
-            sequence.costly.turn = self._turn
+        if sequence.extensions.costly is not None:
+            sequence.extensions.costly.turn = self._turn
 
 
 def _seconds(sequence: Sequence) -> float:
-    return 0.0 if sequence.costly is None else sequence.costly.cost
+    return 0.0 if sequence.extensions.costly is None else sequence.extensions.costly.cost
 
 
 def _turn(sequence: Sequence) -> int:
-    return 0 if sequence.costly is None else sequence.costly.turn
+    return 0 if sequence.extensions.costly is None else sequence.extensions.costly.turn

@@ -17,8 +17,7 @@ from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.content import KeyedOptions
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import PromptLike
-from rekindle._src.capabilities import capabilities_of
-from rekindle._src.capabilities.guides.request import GRAMMARS
+from rekindle._src.capabilities import ENTRIES, capabilities_of
 from rekindle._src.capabilities.pictures.request import PICTURES
 from rekindle._src.core import words
 from rekindle._src.core.config import ResolvedConfig
@@ -43,7 +42,6 @@ from rekindle._src.session.pausing import PausedSession, SleepReport
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.generation_config import describe
-from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.views import html
 from rekindle.errors import ConfigError, InvalidRequest, NotPicklable
 
@@ -110,11 +108,9 @@ class Session(OpenModel, RolloutRequests):
         model: str = "",
     ) -> None:
         """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
-        from rekindle._src.structured.grammar import Grammars
-
         services: dict[SessionService[Any], Any] = {}
-        if isinstance(tokenizer, Tokenizer):
-            services[GRAMMARS] = Grammars(tokenizer, vocab_size or tokenizer.vocab_size, config.max_requests)
+        for entry in ENTRIES:
+            services |= entry.services(tokenizer, vocab_size, config)
         real: Any = tokenizer  # a fake one has what detokenizing asks for
         front = Front(
             Engine(scheduler, runner, config),

@@ -9,6 +9,7 @@ from rekindle._src.capabilities.entry import CapabilityEntry
 
 if TYPE_CHECKING:
     from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments
+    from rekindle._src.core.config import ResolvedConfig
     from rekindle._src.core.contracts import TokenizerLike
     from rekindle._src.core.extension import Extension, SentExtension
     from rekindle._src.core.records import Request
@@ -32,6 +33,15 @@ class GuidesEntry(CapabilityEntry):
         from rekindle._src.capabilities.guides.owner import GuidesPlan
 
         return GuidesPlan()
+
+    def services(self, tokenizer: TokenizerLike, vocab_size: int | None, config: ResolvedConfig) -> Services:
+        from rekindle._src.capabilities.guides.request import GRAMMARS
+        from rekindle._src.structured.grammar import Grammars
+        from rekindle._src.text.tokenizer import Tokenizer
+
+        if not isinstance(tokenizer, Tokenizer):
+            return {}
+        return {GRAMMARS: Grammars(tokenizer, vocab_size or tokenizer.vocab_size, config.max_requests)}
 
     def sent(self, request: Request) -> SentExtension | None:
         from rekindle._src.capabilities.guides import remote
