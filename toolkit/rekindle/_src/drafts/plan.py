@@ -18,7 +18,7 @@ from rekindle.errors import ConfigError
 if TYPE_CHECKING:
     from rekindle._src.drafts.checkpoint import Target
     from rekindle._src.drafts.kind import DraftKind, DraftOpening
-    from rekindle._src.drafts.weights import DraftWeights
+    from rekindle._src.execution.drafting import DraftWorker
     from rekindle._src.models.config import Pages
     from rekindle._src.programs.drafting import DraftPrograms
     from rekindle._src.scheduling.drafting.drafter import Drafter
@@ -77,9 +77,11 @@ class DraftPlan:
         for kind in self.kinds:
             kind.check(tokenizer)
 
-    def open(self, opening: DraftOpening) -> DraftWeights | None:
-        """Read their weights; None if they have none."""
-        return next((weights for kind in self.kinds if (weights := kind.open(opening)) is not None), None)
+    def open(self, opening: DraftOpening) -> DraftWorker:
+        """Read their weights, and return the owner of these; one without weights if they have none."""
+        from rekindle._src.execution.drafting import NO_WORKER  # plans are made where nothing runs, too
+
+        return next((weights for kind in self.kinds if (weights := kind.open(opening)) is not None), NO_WORKER)
 
 
 def reads_own_head(config: EngineConfig) -> bool:

@@ -40,9 +40,6 @@ class DraftWeights(DraftWorker, abc.ABC):
         """Read the weights again."""
         self._leaves = tuple(self._load())
 
-    def swapped(self) -> None:
-        """Follow the model, which has other weights now."""
-
     def close(self) -> None:
         """Give its memory back; nothing reads it any more."""
         self._free()

@@ -23,7 +23,6 @@ from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.drafts.kind import DraftOpening
-from rekindle._src.execution.drafting import NO_WORKER
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.unpacking import words
 from rekindle._src.opening import peers
@@ -66,9 +65,7 @@ def build(request: OpenRequest) -> Front:
             weights.change(change.change)
         cache = owners.enter_context(closing(SessionCache.open(plan, weights.model.fingerprint, others)))
         opening = DraftOpening(programs.all, request.show, cache.lose_drafts, lambda: weights.model)
-        drafter = plan.drafts.open(opening)
-        if drafter is not None:
-            owners.enter_context(closing(drafter))
+        drafter = owners.enter_context(closing(plan.drafts.open(opening)))
         runner = Runner(
             dataclasses.replace(weights.model, leaves=plan.leaves_of(weights.model)),
             programs.all.config,
@@ -77,7 +74,7 @@ def build(request: OpenRequest) -> Front:
             programs=programs.all,
             prefer_ready=plan.precompile == "background",
             recorder=others,
-            drafter=drafter or NO_WORKER,
+            drafter=drafter,
         )
         scheduler = cache.schedule(programs, runner.program_wait)
         cache.restore(runner, programs, request.show)
@@ -88,9 +85,8 @@ def build(request: OpenRequest) -> Front:
         request.show("programs")
         programs.opened()
         cache.opened()
-        sleepers: list[Sleeper] = [*capabilities, *([] if drafter is None else [drafter])]
-        swapped = () if drafter is None else (drafter.swapped,)
-        device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers, swapped)
+        sleepers: list[Sleeper] = [*capabilities, drafter]
+        device = ModelDevice(plan, weights, programs, cache, runner, others, sleepers, (drafter.swapped,))
         engine = Engine(scheduler, runner, plan.config, device)
         front = _front(engine, plan, programs, vocabulary.texts(), tokenizer)._replace(
             program_wait=runner.program_wait,
