@@ -53,6 +53,10 @@ class CostlyFollower(Follower):
     turn: int  # when it last ran although it is slow
 
     @abstractmethod
+    def ran(self, turn: int) -> None:
+        """Note that it runs in this turn although it is slow."""
+
+    @abstractmethod
     def seconds(self, output: RowResult) -> float:
         """Return how long the host worked for the token of a row."""
 

@@ -77,7 +77,7 @@ class SlowRows:
     def _runs(self, sequence: Sequence) -> None:
         self._turn += 1
         if sequence.extensions.costly is not None:
-            sequence.extensions.costly.turn = self._turn
+            sequence.extensions.costly.ran(self._turn)
 
 
 def _seconds(sequence: Sequence) -> float:

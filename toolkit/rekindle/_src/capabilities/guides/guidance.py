@@ -70,6 +70,9 @@ class ForcedTokens(CostlyFollower, OwnDrafts):
             self.add(report)
         return output
 
+    def ran(self, turn: int) -> None:
+        self.turn = turn
+
     def seconds(self, output: RowResult) -> float:
         return sum(report.seconds for report in GUIDED.of(output)) if output.reports else 0.0
 
