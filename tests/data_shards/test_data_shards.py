@@ -16,7 +16,8 @@ from rekindle._src.capabilities.captures.tapped import Edit, RequestTaps
 from rekindle._src.capabilities.pooling.step import Pooling
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.data_shards.packing import DataFeatures, DataShards, DataUpload, packing_for
+from rekindle._src.data_shards.packing import DataFeatures, DataShards, DataUpload
+from rekindle._src.data_shards.sizes import packing_for
 from rekindle._src.programs.buckets import ProgramVariant
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import Features, features_of
@@ -61,7 +62,9 @@ def test_one_shard_changes_nothing() -> None:
     assert [batch.ids.tolist() for batch in found] == [[1, 2, 3, 4], [5, 6, 0, 0]]
     assert sum(len(batch.moves) for batch in found) == len(moves)
     assert alone.pages_of(found[1].ids) == 4
-    assert packing_for(1)(tiny_config()) == StepPacking.of(tiny_config())
+    config = tiny_config()
+    assert packing_for(1)(config) == StepPacking.of(config)
+    assert packing_for(2)(config) == DataShards(config.max_requests, config.device_pages, 2)
     assert not list(alone.batches([], (4,)))
 
 

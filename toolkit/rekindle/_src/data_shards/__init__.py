@@ -4,6 +4,5 @@ A shard has pages and request slots of its own. On the host, pages and slots are
 follow shard i - 1's. On the devices each shard counts its own from 0, so its programs are as in a session without the
 axis. Arrays that a program takes or returns for every shard have one part after the other along their first axis.
 
-A session without the axis imports `packing_for` and `open_scheduler` of this room, which return what serves one group
-of devices.
+A session without the axis imports `sizes` alone of this room.
 """

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 
-from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import PageMove, Row, StepPlan
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import Bucket, ProgramVariant
@@ -31,15 +29,6 @@ from rekindle._src.programs.partitioning import POOLED
 from rekindle._src.programs.request_state import NOWHERE
 
 T = TypeVar("T")
-
-
-def packing_for(shards: int) -> Callable[[ResolvedConfig], StepPacking]:
-    """Return the function that makes the packing of a session from the config of one data shard."""
-    return StepPacking.of if shards == 1 else functools.partial(_packing, shards)
-
-
-def _packing(shards: int, config: ResolvedConfig) -> DataShards:
-    return DataShards(config.max_requests, config.device_pages, shards)
 
 
 @dataclasses.dataclass(frozen=True)

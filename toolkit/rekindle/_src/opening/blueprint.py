@@ -18,8 +18,7 @@ from jax import Array
 from rekindle._src.capabilities import ENTRIES
 from rekindle._src.capabilities.plans import CapabilityPlan, OpenArguments, SessionPlan
 from rekindle._src.core.config import ResolvedConfig
-from rekindle._src.data_shards.packing import packing_for
-from rekindle._src.data_shards.sizes import config_of_one
+from rekindle._src.data_shards.sizes import config_of_one, packing_for
 from rekindle._src.drafts.plan import DraftPlan
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec

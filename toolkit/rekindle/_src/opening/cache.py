@@ -6,11 +6,11 @@ import dataclasses
 import os
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.activity import ProgramWait, in_notebook
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.data_shards.scheduler import DataScheduler
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
@@ -26,6 +26,9 @@ from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle_kernels import traits
+
+if TYPE_CHECKING:
+    from rekindle._src.data_shards.scheduler import DataScheduler
 
 LOOK_SECONDS = 0.1  # that an opening waits, at most, for the indices of pages of earlier sessions
 
@@ -167,6 +170,8 @@ def _scheduling(
     pools = [PagePool(programs.packing.pages, first=first) for first in programs.packing.first_pages]
     caches = [*map(cache_of, pools)]
     if len(pools) > 1:
+        from rekindle._src.data_shards.scheduler import DataScheduler  # most sessions have one
+
         shards = DataScheduler.over(
             limits,
             pools,

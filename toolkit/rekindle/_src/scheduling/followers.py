@@ -72,7 +72,7 @@ class FollowedExtension(Extension):
 
 
 class SequenceExtensions:
-    """What the extensions of a request decide for its sequence, and their followers. Most requests have none."""
+    """The decisions of a request's extensions for its sequence, and their followers. Most requests have none."""
 
     __slots__ = ("_holding", "costly", "cutting", "ends_in_row", "followers")
 
