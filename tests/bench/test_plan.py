@@ -110,6 +110,7 @@ def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
     assert (config.model_type, config.head_dim, dtype) == ("qwen3", 12, "bfloat16")
 
 
+@pytest.mark.thorough
 def test_four_bits_of_a_file_are_planned_as_they_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     raw = {**PLANNED["micro"], "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
     file = gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_0")

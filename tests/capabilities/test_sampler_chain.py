@@ -217,6 +217,7 @@ def test_dry_takes_what_the_plain_search_takes(seed: int) -> None:
     assert taken > 20
 
 
+@pytest.mark.thorough
 def test_what_is_no_text_continues_no_repetition_and_loses_nothing() -> None:
     """In the place of -1 each token may as well be another one that occurs nowhere else."""
     rng = np.random.default_rng(5)

@@ -229,6 +229,7 @@ def test_an_answer_that_was_cut_goes_on(chat: Chat, tmp_path: Path) -> None:
     assert "has no answer that could go on" in chat.reply_to("/reset") + chat.reply_to("/continue")
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Path) -> None:
     before = saved(chat, tmp_path / "before.json")
     chat.send("half a message\x03")

@@ -102,6 +102,7 @@ def test_guided_rows_choose_among_what_is_allowed_and_others_are_exact(runner: R
             driver.remove(live)
 
 
+@pytest.mark.thorough
 def test_masks_come_after_processors_and_bias(runner: Runner) -> None:
     driver = Driver(runner)
     prompt = [5, 6, 7, 8]

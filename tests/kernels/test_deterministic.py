@@ -19,7 +19,7 @@ ROWS = (1, 3, 4, 5, 16, 17, 21, 33, 37, 200)  # each compiles a program
 WEIGHTS = [("float32", None), ("bfloat16", None), ("float16", None), ("int8", "int8"), ("int8", "int8-weight")]
 
 
-@pytest.mark.parametrize(("weight", "quantize"), by_default(WEIGHTS, lambda case: case in WEIGHTS[:4:3]))
+@pytest.mark.parametrize(("weight", "quantize"), by_default(WEIGHTS))
 @pytest.mark.parametrize("shape", by_default(map(pytest.param, [(192, 128), (128, 192), (30, 40)])), ids=str)
 def test_a_product_does_not_depend_on_the_number_of_rows(
     weight: str, quantize: str | None, shape: tuple[int, int]
@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", by_default(CASES, 2), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_default(CASES), ids=lambda case: case.name)
 def test_a_query_is_the_same_in_a_chunk_and_alone(case: Case) -> None:
     problem = build(case)
     options = replace(problem.options, deterministic=True)

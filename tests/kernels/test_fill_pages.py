@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, abstract_pages, fill_pages
 from rekindle_kernels.native import python_handlers
 
-DTYPES = ("float32", "bfloat16", "int8")
+DTYPES = by_default(["int8", "float32", "bfloat16"])
 LAYERS, PAGES, MOVED = 5, 40, 4
 needs_kernel = pytest.mark.skipif(
     not python_handlers.has_fill() or jax.default_backend() != "cpu", reason="has no kernel that fills pages"

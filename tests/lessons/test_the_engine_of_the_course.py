@@ -57,7 +57,7 @@ def test_loops(engine: ModuleType, model: LoadedModel, says: Says, step: str) ->
     assert getattr(engine, step)(model, PROMPTS[0], COUNT) == says(PROMPTS[:1])[0]
 
 
-@pytest.mark.parametrize("step", ["Batch", "Paged", "Shared", "Sampled", "Engine"])
+@pytest.mark.parametrize("step", by_default(["Engine", "Shared", "Batch", "Paged", "Sampled"], 2))
 def test_classes(engine: ModuleType, model: LoadedModel, says: Says, step: str) -> None:
     """With fewer rows than texts, and prompts of several chunks."""
     prompts = [*PROMPTS, START]

@@ -12,6 +12,7 @@ import pytest
 import rekindle
 from helpers import checkpoints, gguf_files
 from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
 from rekindle import EngineConfig
 from rekindle._src.core.rope_scaling import RopeScaling
 from rekindle._src.models.loading.checkpoint import inspect
@@ -45,7 +46,7 @@ def written(folder: Path, raw: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_default(CASES))
 def test_an_override_computes_as_a_config_with_it(name: str, tmp_path: Path) -> None:
     option, fields = CASES[name]
     plain = written(tmp_path / "plain", config_of())

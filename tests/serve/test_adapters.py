@@ -58,6 +58,7 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert "Use one of: base, first" in missing.error["message"], "adapters are models that it has"
 
 
+@pytest.mark.thorough
 async def test_it_embeds_under_its_own_name(session: Any) -> None:
     served = app(session, name="base")
     vectors = {name: await session.embed([IDS, IDS[:4]], adapter=name) for name in ("first", None)}

@@ -15,6 +15,7 @@ import pytest
 
 from helpers.asgi import post
 from helpers.sessions import eventually, listener_of
+from helpers.thorough import trio_in_ci
 from rekindle import Server, Session
 from rekindle._src.core import json_values
 from rekindle._src.serve import bodies, exchange
@@ -174,6 +175,7 @@ def test_bodies_that_are_slow_to_parse_leave_others_their_turns() -> None:
 
 
 @pytest.mark.anyio
+@trio_in_ci
 async def test_what_is_counted_is_bounded(session: Session) -> None:
     served = app(session)
     for body in ({"prompt": "a" * (1 << 20) + "b"}, {"messages": [{"role": "user", "content": "a" * (1 << 20)}]}):

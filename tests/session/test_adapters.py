@@ -185,6 +185,7 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_scores_are_those_of_merged_weights_and_share_pages_with_their_own_alone(folders: list[Path]) -> None:
     """Prompts of two adapters, of a sum of them, and of the base run at once over one beginning."""
     ids, choices, shared = prompt(1, 20), [prompt(2, 1), prompt(4, 3)], 16
@@ -344,6 +345,7 @@ async def test_one_adapter_may_be_part_of_the_weights(folders: list[Path]) -> No
     assert list(plain(ids, NEW)) == adapters.plain(MODEL, None, ids, NEW), "the caller's weights have changed"
 
 
+@pytest.mark.thorough
 def test_adapters_are_loaded_without_an_event_loop(folders: list[Path]) -> None:
     ids = prompt(6, 15)
     with rekindle.open_sync(

@@ -104,6 +104,7 @@ async def test_a_last_row_that_is_computed_alone_is_a_row(session: Session, own:
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_penalties_do_not_count_rows(session: Session, own: Any) -> None:
     options: Any = {"max_tokens": 1, "temperature": 1.0, "logprob_token_ids": [0], "logprobs_of": "sampled"}
     plain = await session.generate(SoftPrompt([own]), **options)

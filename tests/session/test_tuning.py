@@ -18,7 +18,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.sessions import eventually, front_of
 from helpers.small import MODEL, OPTIONS, TINY, VOCAB, opening, plain, prompt
-from helpers.thorough import by_default
+from helpers.thorough import by_default, trio_in_ci
 from rekindle._src.capabilities.tuning.owner import TUNING
 from rekindle._src.capabilities.tuning.run import TrainingRun
 from rekindle._src.capabilities.tuning.trainer import Trainer
@@ -43,6 +43,7 @@ def after(run: rekindle.Tuning, steps: int) -> Callable[[], bool]:
 
 
 @pytest.mark.anyio
+@trio_in_ci
 async def test_an_adapter_learns_is_swapped_in_and_saved(tmp_path: Path) -> None:
     """Its rows say what was learned and others what they said before; the folder is the same adapter."""
     async with opening(precompile="lazy") as session:

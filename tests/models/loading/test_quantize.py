@@ -93,7 +93,7 @@ def logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     return np.asarray(reference.prefill(model, tokens, reference.empty_cache(model, len(tokens)))[0])
 
 
-@pytest.mark.parametrize("kind", ["int8", "int8-weight"])
+@pytest.mark.parametrize("kind", by_default(["int8-weight", "int8"]))
 def test_the_quantised_model_agrees_with_float32(kind: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES["llama"]
     exact = checkpoints.case("llama")

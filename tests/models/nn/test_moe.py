@@ -78,7 +78,7 @@ def one_by_one(module: Experts, x: jax.Array) -> np.ndarray:
         (True, "bfloat16", "int8-weight", 2e-2),
         (False, "float32", None, 1e-5), (True, "bfloat16", None, 2e-2), (True, "float32", "int8", 4e-2),
         (False, "bfloat16", "int8-weight", 2e-2),
-    ], 4),
+    ], 3),
 )  # fmt: skip
 @pytest.mark.parametrize("tokens", by_default([7, 1, 40]))
 def test_each_token_gets_its_own_experts(
