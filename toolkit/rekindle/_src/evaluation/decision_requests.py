@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
-from rekindle._src.core.options import refuse_keywords
+from rekindle._src.core.options import refuse_keywords, takes_keywords
+from rekindle._src.core.sampling import PageOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 
@@ -33,9 +34,8 @@ class DecisionRequests:
         *,
         instructions: str | None = None,
         calibrated: bool = True,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[PageOptions],
     ) -> Deciding[Decisions]: ...
     @overload
     def decide(
@@ -45,10 +45,10 @@ class DecisionRequests:
         *,
         instructions: str | None = None,
         calibrated: bool = True,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
+        **options: Unpack[PageOptions],
     ) -> Deciding[DecisionTable]: ...
+    @takes_keywords(PageOptions)
     def decide(
         self,
         state: object,
@@ -56,10 +56,8 @@ class DecisionRequests:
         *,
         instructions: str | None = None,
         calibrated: bool = True,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
-        **unknown: object,
+        **options: Unpack[PageOptions],
     ) -> Any:
         """Await it for the model's answers to typed questions about a state, with the probability of each answer.
 
@@ -80,12 +78,13 @@ class DecisionRequests:
         """
         from rekindle._src.evaluation.decisions.deciding import decide
 
-        refuse_keywords(unknown, DecisionRequests.decide)
-        sampling = {"adapter": adapter, "salt": salt, "priority": priority}
+        refuse_keywords(options, DecisionRequests.decide)
+        sampling = {"priority": priority, **options}
         return decide(
             self, self._host, self._front, self._calibrations, state, questions, instructions, calibrated, sampling
         )
 
+    @takes_keywords(PageOptions)
     def calibrate(
         self,
         states: Sequence[object],
@@ -93,10 +92,8 @@ class DecisionRequests:
         expected: Mapping[str, Sequence[object]],
         *,
         instructions: str | None = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
-        **unknown: object,
+        **options: Unpack[PageOptions],
     ) -> Deciding[Calibrations]:
         """Await it to calibrate the session's decisions by labelled states: `expected` has a column for each question.
 
@@ -110,12 +107,13 @@ class DecisionRequests:
         """
         from rekindle._src.evaluation.decisions.deciding import calibrate
 
-        refuse_keywords(unknown, DecisionRequests.calibrate)
-        sampling = {"adapter": adapter, "salt": salt, "priority": priority}
+        refuse_keywords(options, DecisionRequests.calibrate)
+        sampling = {"priority": priority, **options}
         return calibrate(
             self, self._host, self._front, self._calibrations, states, questions, expected, instructions, sampling
         )
 
+    @takes_keywords(PageOptions)
     def rerank(
         self,
         query: str,
@@ -123,10 +121,8 @@ class DecisionRequests:
         *,
         instruction: str | None = None,
         top_n: int | None = None,
-        adapter: str | Mapping[str, float] | None = None,
-        salt: str | None = None,
         priority: int = 0,
-        **unknown: object,
+        **options: Unpack[PageOptions],
     ) -> Deciding[Ranking]:
         """Await it for documents in the order of their relevance to a query, as a `Ranking`.
 
@@ -140,8 +136,8 @@ class DecisionRequests:
         """
         from rekindle._src.evaluation.decisions.ranking import rerank
 
-        refuse_keywords(unknown, DecisionRequests.rerank)
-        sampling = {"adapter": adapter, "salt": salt, "priority": priority}
+        refuse_keywords(options, DecisionRequests.rerank)
+        sampling = {"priority": priority, **options}
         return rerank(self, self._host, self._front, query, documents, instruction, top_n, sampling)
 
     @property

@@ -265,7 +265,7 @@ def calibrate(
 
 
 def _key(question: Question, instructions: str | None, sampling: Mapping[str, Any]) -> tuple[Any, ...]:
-    return (*question.key, instructions, repr(sampling["adapter"]))
+    return (*question.key, instructions, repr(sampling.get("adapter")))
 
 
 def states_of(state: Any) -> tuple[list[Any], bool]:
