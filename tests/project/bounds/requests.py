@@ -88,6 +88,58 @@ def automata(count: int) -> Callable[[], object]:
     return work
 
 
+class Repeats:
+    """A vocabulary of 262,144 tokens, all of which are runs of one letter: each ends as many breakers begin."""
+
+    size, longest = 1 << 18, 16
+
+    def decode(self, ids: list[int], **options: object) -> str:
+        return "a" * (ids[0] % self.longest + 1)
+
+    def encode(self, text: str, **options: object) -> list[int]:
+        whole, rest = divmod(len(text), self.longest)
+        return [self.longest - 1] * whole + [rest - 1] * bool(rest)
+
+
+def breakers(count: int) -> Callable[[], object]:
+    """Sort a vocabulary by breakers with so many bytes after their first ones; it is refused at the end."""
+    from typing import Any
+
+    from rekindle._src.capabilities.samplers.breakers import BreakerTables
+    from rekindle.errors import InvalidRequest
+
+    sizes = [size for size in (min(count, 39), count - 39) if size > 0] or [0]
+    tokenizer: Any = Repeats()
+
+    def work() -> object:
+        tables = BreakerTables(tokenizer, Repeats.size)
+        try:
+            tables.table(tuple("a" * (1 + size) for size in sizes))
+        except InvalidRequest as error:
+            error.__traceback__ = None
+        return tables
+
+    return work
+
+
+def repeating(count: int) -> Callable[[], object]:
+    """A step's rows with DRY, whose texts repeat one token as far as it counts."""
+    import jax
+    import jax.numpy as jnp
+
+    from rekindle._src.capabilities.samplers.breakers import no_breakers
+    from rekindle._src.capabilities.samplers.repetition import Breakers, Dry, Window, penalties
+    from rekindle._src.core.samplers import MAX_DRY_WINDOW
+
+    rows, vocabulary = max(1, count), 1 << 17
+    table = no_breakers(vocabulary)
+    ours = Breakers(*(jnp.broadcast_to(jnp.asarray(part), (rows, *part.shape)) for part in table))
+    window = Window(jnp.full((rows, MAX_DRY_WINDOW), 5, jnp.int32), jnp.full((rows,), MAX_DRY_WINDOW, jnp.int32))
+    options = Dry(jnp.full((rows,), 0.8), jnp.full((rows,), 1.01), jnp.full((rows,), 2, jnp.int32))
+    program = jax.jit(penalties, static_argnums=3).lower(window, ours, options, vocabulary).compile()
+    return lambda: program(window, ours, options).block_until_ready()
+
+
 BOUNDS: list[Bound] = [
     STRANGER(
         "core/options.py: MAX_STOPS, MAX_STOP_CHARACTERS",
@@ -119,6 +171,26 @@ BOUNDS: list[Bound] = [
         seconds=20,
         mib=288,
     ),
+    STRANGER(
+        "capabilities/samplers/repetition.py: CLASSES, SEQUENCES",
+        counts="bytes of DRY's breakers after their first ones",
+        most=60,
+        unit="one of a run that all tokens are parts of",
+        feed=breakers,
+        count=60,
+        seconds=1,
+        mib=64,
+    ),
+    STRANGER(
+        "core/samplers.py: MAX_DRY_WINDOW, MAX_MATCH",
+        counts="rows of a step with DRY",
+        most=32,
+        unit="a text that repeats a token",
+        feed=repeating,
+        count=32,
+        seconds=0.2,
+        mib=96,
+    ),
 ]
 
 OTHERS: dict[str, dict[str, Other]] = {
@@ -141,9 +213,8 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_STRUCTURE": within("a grammar, which a process of its own compiles within COMPILE_SECONDS"),
     },
     "core/samplers.py": {
-        "MAX_DRY_WINDOW": SMALL, "MAX_MATCH": Other("rounds of a step, each of which compares MAX_DRY_WINDOW integers"),
-        "MAX_BREAKERS": Other("searched for in a thread, 60 times at most: more ways to spell them are refused"),
-        "MAX_BREAKER": SMALL,
+        "MAX_BREAKERS": within("bytes of DRY's breakers after their first ones"),
+        "MAX_BREAKER": within("bytes of DRY's breakers after their first ones"),
     },
     "capabilities/samplers/chain.py": {"LONGEST": SMALL},
     "capabilities/samplers/repetition.py": {"LARGEST_LOG": OURS},

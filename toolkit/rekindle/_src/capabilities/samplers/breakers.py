@@ -70,6 +70,13 @@ class BreakerTables:
             return table
 
 
+class Spelling(NamedTuple):
+    """The tokens that may spell a text, in ascending order."""
+
+    whole: NDArray[np.int32]  # contain it
+    begin: list[NDArray[np.int32]]  # end with so many of its first bytes, from 1 on, and don't contain it
+
+
 class _Texts:
     """The texts of all tokens in one long text, for a quick search."""
 
@@ -82,17 +89,24 @@ class _Texts:
                 return token_bytes(tokenizer, token)
             return tokenizer.decode([token], skip_special_tokens=False).encode()
 
-        texts = [_MARK, *(spelled(token).replace(_MARK, b" ") + _MARK for token in range(vocab_size))]
-        self.joined: NDArray[np.uint8] = np.frombuffer(b"".join(texts), np.uint8)
-        self.starts = np.cumsum([len(text) for text in texts[:-1]])
+        texts = [spelled(token).replace(_MARK, b" ") + _MARK for token in range(vocab_size)]
+        self._joined: NDArray[np.uint8] = np.frombuffer(b"".join(texts) + _MARK * (CLASSES * SEQUENCES + 1), np.uint8)
+        self._sizes = np.array([len(text) for text in texts], np.int64)
 
-    def containing(self, text: bytes) -> NDArray[np.int64]:
-        """Return the tokens that are spelled with `text`, in a time that grows with its length."""
-        places = np.flatnonzero(self.joined[: len(self.joined) - len(text) + 1] == text[0])
-        for offset in range(1, len(text)):
-            places = places[self.joined[places + offset] == text[offset]]
-        tokens: NDArray[np.int64] = np.searchsorted(self.starts, places, side="right") - 1
-        return tokens[np.diff(tokens, prepend=-1) > 0]  # places ascend
+    def spelling(self, text: bytes) -> Spelling:
+        """Return the tokens that spell `text` or begin it. Each of its bytes is looked for once."""
+        text = text.replace(_MARK, b" ")
+        owners = np.repeat(np.arange(len(self._sizes), dtype=np.int32), self._sizes)
+        places, begin = np.flatnonzero(self._joined == text[0]), list[NDArray[np.int32]]()
+        for size in range(1, len(text)):
+            following = self._joined[places + size]
+            begin.append(owners[places[following == _MARK[0]]])
+            places = places[following == text[size]]
+        whole = owners[places]
+        whole = whole[np.diff(whole, prepend=-1) > 0]  # places ascend
+        contains = np.zeros(len(self._sizes), np.bool_)
+        contains[whole] = True
+        return Spelling(whole, [tokens[~contains[tokens]] for tokens in begin])
 
 
 def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenizer: TokenizerLike) -> BreakerTable:
@@ -104,14 +118,14 @@ def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenize
     codes = np.zeros(vocab_size, np.uint64)
     for breaker in breakers:
         spelled = breaker.encode()  # texts of tokens are bytes, which may be parts of characters
-        whole = texts.containing(spelled)
-        codes[whole] |= np.uint64(1)
+        spelling = texts.spelling(spelled)
+        codes[spelling.whole] |= np.uint64(1)
         for size in range(1, len(spelled)):
             try:
                 rest = spelled[size:].decode()
             except UnicodeDecodeError:  # it begins inside a character, and no tokens spell that alone
                 continue
-            ends = np.setdiff1d(texts.containing(spelled[:size] + _MARK), whole)
+            ends = spelling.begin[size - 1]
             if not len(ends):
                 continue
             tokens = tuple(tokenizer.encode(rest, add_special_tokens=False))
