@@ -70,7 +70,7 @@ class BreakerTables:
             return table
 
 
-class Spelling(NamedTuple):
+class BreakerSpelling(NamedTuple):
     """The tokens that may spell a text, in ascending order."""
 
     whole: NDArray[np.int32]  # contain it
@@ -93,7 +93,7 @@ class _Texts:
         self._joined: NDArray[np.uint8] = np.frombuffer(b"".join(texts) + _MARK * (CLASSES * SEQUENCES + 1), np.uint8)
         self._sizes = np.array([len(text) for text in texts], np.int64)
 
-    def spelling(self, text: bytes) -> Spelling:
+    def spelling(self, text: bytes) -> BreakerSpelling:
         """Return the tokens that spell `text` or begin it. Each of its bytes is looked for once."""
         text = text.replace(_MARK, b" ")
         owners = np.repeat(np.arange(len(self._sizes), dtype=np.int32), self._sizes)
@@ -106,7 +106,7 @@ class _Texts:
         whole = whole[np.diff(whole, prepend=-1) > 0]  # places ascend
         contains = np.zeros(len(self._sizes), np.bool_)
         contains[whole] = True
-        return Spelling(whole, [tokens[~contains[tokens]] for tokens in begin])
+        return BreakerSpelling(whole, [tokens[~contains[tokens]] for tokens in begin])
 
 
 def make_table(texts: _Texts, breakers: Sequence[str], vocab_size: int, tokenizer: TokenizerLike) -> BreakerTable:
