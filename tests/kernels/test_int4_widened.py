@@ -69,6 +69,17 @@ def test_many_rows_are_multiplied_as_bfloat16(
 
 @needs_numba
 @widens
+@pytest.mark.parametrize("inputs", [32, 544, 576, 608, 1184])
+def test_inputs_that_panels_of_weights_do_not_divide(inputs: int) -> None:
+    packed, values = matrix(48, inputs, 32)
+    x = np.random.default_rng(inputs).standard_normal((113, inputs), np.float32)
+    got = jax.jit(partial(products.multiply_int4, widened=True))(x, *packed)
+    expected = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64) @ as_bfloat16(values).T
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=4e-6 * np.abs(expected).max())
+
+
+@needs_numba
+@widens
 @pytest.mark.parametrize("rows", [51, 299])
 def test_bfloat16_rows_are_normed_results_gated_and_a_residual_is_added(rows: int) -> None:
     packed, _ = matrix(224, 128, 32)
