@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -239,6 +239,14 @@ def additions(arguments: argparse.Namespace) -> Additions:
 
 
 # Checks: each raises a RekindleError.
+
+
+def check_additions(arguments: argparse.Namespace, models: Container[str]) -> None:
+    """Check that the first model's additions have names of their own, which no model of a server has."""
+    for name in additions(arguments)["adapters"] or ():
+        if name in models:
+            problem = "is the name of a model, which requests with this name get"
+            raise ConfigError("--adapter", name, problem, "Choose another name for the adapter")
 
 
 def check_model(model: str | Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from rekindle._src.cli import usage
-from rekindle._src.cli.usage import Parser, paths_by_name
+from rekindle._src.cli.usage import Parser, check_additions
 from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName, roles_of
@@ -92,11 +92,7 @@ def _check(arguments: argparse.Namespace) -> None:
         check_bound("max_connections", arguments.max_connections)
     seconds_to_drain("--drain", arguments.drain)
     Hosts(arguments.allowed_host)
-    names = models_by_name(arguments.model, arguments.name)
-    for adapter in paths_by_name("--adapter", arguments.adapter, "folder"):
-        if adapter in names:
-            problem = "is the name of a model, which requests with this name get"
-            raise ConfigError("--adapter", adapter, problem, "Choose another name for the adapter")
+    check_additions(arguments, models_by_name(arguments.model, arguments.name))
     api_keys(arguments)
 
 
