@@ -40,7 +40,7 @@ def load_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
 
 
 def stream_tile(builder: Any, tile: int, address: Any, stride: Any) -> None:
-    """Load a tile whose lines are read once before much else is: the first cache keeps what it has."""
+    """Load a tile without a place for it in the first cache."""
     _emit(builder, _bytes(_66, 0x4B, 0x04 | tile << 3, 0x08), address, stride)
 
 
