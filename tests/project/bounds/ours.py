@@ -50,7 +50,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "programs/store.py": {"MAX_AGE": TIME, "LONGEST": TIME},
     "replicas/routing.py": {"MOST_CHARACTERS": PACE, "MOST_PARTS": PACE},
     "scheduling/drafting/drafts.py": {"_MOST": PACE},
-    "scheduling/followers.py": {"MAX_DRAFTS": PACE},
+    "capabilities/guides/guidance.py": {"MAX_DRAFTS": PACE},
     "scheduling/ready_rows.py": {"_LONGEST": TIME},
     "cli/commands/serve.py": {"LONGEST_IDLE": TIME},
     "shelf/keeper.py": {"MOST_WAITING": Other("requests in line; what they brought counts as bytes of requests")},
