@@ -119,9 +119,10 @@ class Demand:
                         self._thread = None
                         return
                 try:
-                    self._programs.get(job.key)
-                    if job.whole:
-                        self._programs.complete(job.key)
+                    with self._programs.ledger.made_next(job.key):  # even if no step wants it any more
+                        self._programs.get(job.key)
+                        if job.whole:
+                            self._programs.complete(job.key)
                 except Exception as error:
                     with self._lock:
                         self._errors[job] = error
