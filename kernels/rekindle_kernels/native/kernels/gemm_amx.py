@@ -50,11 +50,13 @@ def units_of(job: Any) -> int:
     return job.results // OUTPUTS if job.ups > 0 else (job.results // OUTPUTS + 1) // 2
 
 
-def tile(blocks: int, vectors: int, size: int) -> Any:
+def tile(blocks: int, vectors: int, size: int, *, streams: bool = False) -> Any:
     """Return `multiply(w, further, x, words, sums, ahead, low, high)`: 16 outputs at w, and 16 more `further` bytes
     after it if there are two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; the
-    second block's lie SUMS bytes after the first's. The outputs `low` to `high` of those `ahead` bytes after w are
-    prefetched meanwhile.
+    second block's lie SUMS bytes after the first's.
+
+    Of the blocks that lie `ahead` bytes after these, the outputs `low` to `high` are prefetched meanwhile, unless it is
+    0. Without `streams` these are all of them, and the panel is kept in the first cache: it is the only one.
     """
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
@@ -67,7 +69,8 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
     @emits(types.void, *[types.int64] * 4)
     def step(builder: Any, w: Any, row: Any, further: Any, x: Any) -> None:
         for v in range(vectors):
-            stream_tile(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
+            load = stream_tile if streams else load_tile
+            load(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
         for block in range(blocks):
             load_tile(builder, _OUTPUTS_AT + block, builder.add(w, further) if block else w, row)
             for v in range(vectors):
@@ -84,8 +87,11 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
         row = words * 4
         for j in range(0, words, LANES):
             step(w + j * 4, row, further, x + j * PANEL * 4)
-            for i in range(low, high):
-                prefetch(w + ahead + i % OUTPUTS * row + i // OUTPUTS * further + j * 4)
+            if ahead > 0:
+                for i in range(low if streams else 0, high if streams else OUTPUTS):
+                    prefetch(w + ahead + i * row + j * 4)
+                    if blocks == 2:
+                        prefetch(w + ahead + further + i * row + j * 4)
         leave(sums)
 
     return multiply
@@ -95,6 +101,7 @@ def functions(size: int) -> Any:
     """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
     finish_vector = finisher(size, corrected=False)
     two_by_two, two_by_one, one_by_two, one_by_one = (tile(b, v, size) for b, v in ((2, 2), (2, 1), (1, 2), (1, 1)))
+    streamed_two_by_two, streamed_two_by_one = (tile(2, vectors, size, streams=True) for vectors in (2, 1))
 
     @inline
     def prepare(job: Any, threads: int) -> int:
@@ -123,16 +130,20 @@ def functions(size: int) -> Any:
     ) -> None:
         """Multiply a panel, and prefetch its share of the weights that lie `ahead`: with all of them prefetched by the
         first panel, it would wait for memory, and the others would leave memory idle."""
-        outputs = 2 * OUTPUTS if two else OUTPUTS
-        low, high = panel * outputs // panels, (panel + 1) * outputs // panels
-        if two and both:
-            two_by_two(w, further, x, words, sums, ahead, low, high)
+        low, high = panel * OUTPUTS // panels, (panel + 1) * OUTPUTS // panels
+        once = ahead if panel == 0 else 0
+        if two and panels > 1 and both:
+            streamed_two_by_two(w, further, x, words, sums, ahead, low, high)
+        elif two and panels > 1:
+            streamed_two_by_one(w, further, x, words, sums, ahead, low, high)
+        elif two and both:
+            two_by_two(w, further, x, words, sums, ahead, 0, OUTPUTS)
         elif two:
-            two_by_one(w, further, x, words, sums, ahead, low, high)
+            two_by_one(w, further, x, words, sums, ahead, 0, OUTPUTS)
         elif both:
-            one_by_two(w, further, x, words, sums, ahead, low, high)
+            one_by_two(w, further, x, words, sums, once, 0, OUTPUTS)
         else:
-            one_by_one(w, further, x, words, sums, ahead, low, high)
+            one_by_one(w, further, x, words, sums, once, 0, OUTPUTS)
 
     @jit
     def multiply(job: Any, index: int) -> None:
