@@ -170,7 +170,7 @@ def test_assistants_that_cannot_draft(model: Any, assistant: str, tmp_path: Path
     llama = checkpoints.model(checkpoints.CASES["llama"], checkpoints.tensors(checkpoints.CASES["llama"]))
     with pytest.raises(ConfigError, match="attends to a layer with a window, and this llama model has none"):
         rekindle.open_sync(llama, **{**OPTIONS, "max_model_len": 64}, drafts=assistant)
-    config, placement = EngineConfig(drafts=assistant), SimpleNamespace(data=2, processes=1)
+    config, placement = EngineConfig(drafts=assistant), SimpleNamespace(data=2, processes=1, one_pool=False)
     divided = Target(model.graph, (), cast(Any, placement), config)
     with pytest.raises(ConfigError, match="which can't draft in several data shards"):
         draft_plan(config, lambda: divided, str)

@@ -268,7 +268,7 @@ def test_small_models_that_cannot_draft(model: Any, twin: str, tmp_path: Path) -
     refused("has a tokenizer, and the model has none", "tiny")
     recurrent = {**checkpoints.CASES["qwen3.5"], "max_position_embeddings": 512}
     refused("whose states can't be taken back", str(checkpoints.write(tmp_path / "states", recurrent)))
-    config, placement = EngineConfig(drafts=twin), SimpleNamespace(data=2, processes=1)
+    config, placement = EngineConfig(drafts=twin), SimpleNamespace(data=2, processes=1, one_pool=False)
     divided = Target(model.graph, (), cast(Any, placement), config)
     with pytest.raises(ConfigError, match="which can't draft in several data shards"):
         draft_plan(config, lambda: divided, str)

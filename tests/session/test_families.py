@@ -43,8 +43,8 @@ GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": Tr
 
 def names() -> list[Any]:
     others = {*checkpoints.ONE_EACH.values(), *STATES_TOO} - {*STATES, *PAGES, *IN_CI}
-    thorough = [pytest.param(name, marks=pytest.mark.thorough) for name in (*PAGES, *IN_CI)]
-    return [*STATES, *thorough, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(others))]
+    thorough = [pytest.param(name, marks=pytest.mark.thorough) for name in IN_CI]
+    return [*STATES, *PAGES, *thorough, *(pytest.param(name, marks=pytest.mark.slow) for name in sorted(others))]
 
 
 def of_context(name: str) -> Any:

@@ -195,7 +195,7 @@ async def test_rows_outlive_a_restart_and_a_preemption(tmp_path: Path) -> None:
 
 
 @anyio_test
-@pytest.mark.parametrize("drafts", by_default(["suffix", "lookup"], 1))
+@pytest.mark.parametrize("drafts", ["suffix", "lookup"])
 @pytest.mark.thorough
 async def test_drafts_change_no_token(session: Session, own: Any, drafts: str) -> None:
     """Texts that repeat themselves are drafted; the places of rows are no tokens to draft from."""

@@ -255,7 +255,6 @@ def test_a_quantised_base_is_trained_as_its_floats_are(kind: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("variant", by_default(["dapo", "grpo", "dr_grpo"], lambda variant: variant == "dapo"))
-@pytest.mark.thorough
 def test_rewards_are_raised(variant: Any) -> None:
     """Completions in words of one kind; the session draws with the log-probabilities of the training."""
     seen: list[tuple[Any, str]] = []

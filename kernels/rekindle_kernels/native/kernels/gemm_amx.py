@@ -55,8 +55,9 @@ def tile(blocks: int, vectors: int, size: int, *, streams: bool = False) -> Any:
     after it if there are two blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL]; the
     second block's lie SUMS bytes after the first's.
 
-    Of the blocks that lie `ahead` bytes after these, the outputs `low` to `high` are prefetched meanwhile, unless it is
-    0. Without `streams` these are all of them, and the panel is kept in the first cache: it is the only one.
+    Of the blocks that lie `ahead` bytes after these, the outputs `low` to `high` are prefetched meanwhile; none where
+    `ahead` is 0. Without `streams` these are all of them, and the panel is kept in the first cache: that is for a
+    single panel, and for a block of outputs without a pair.
     """
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
