@@ -107,6 +107,7 @@ def test_tokens_of_two_requests_are_those_without_drafts(model: Any, cousin: str
     assert found["none"][0] == plain_loop(model, prompt(names[0]), 90)
 
 
+@pytest.mark.thorough
 def test_a_failed_step_is_its_requests_end_and_drafts_go_on(model: Any, twin: str) -> None:
     with rekindle.open_sync(model, **{**DRAFTS, "max_requests": 3}, drafts=twin) as session:
         before = session.generate_sync(prompt("greedy"), **LONG).token_ids

@@ -109,6 +109,7 @@ def _shown(processor: PictureProcessor, case: small.PictureModel, picture: Any) 
 
 
 @anyio_test
+@pytest.mark.thorough
 async def test_scores_and_embeddings_take_ids_too(session: Session, family: str) -> None:
     encode, place = session.tokenizer.encode, small.CASES[family].place
     ids = [*encode(place), *encode("is ")]

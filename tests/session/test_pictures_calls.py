@@ -17,7 +17,7 @@ import pytest
 import rekindle
 from helpers import picture_models as small
 from helpers.sessions import opened
-from helpers.thorough import one_event_loop  # noqa: F401  the fixture
+from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Session
 from rekindle.errors import InvalidRequest
 
@@ -39,7 +39,7 @@ def png(pixels: np.ndarray[Any, Any]) -> bytes:
     return stream.getvalue()
 
 
-@pytest.fixture(scope="module", params=["qwen3-vl", "gemma3"])
+@pytest.fixture(scope="module", params=by_default(["gemma3", "qwen3-vl"]))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small.written(request.param, tmp_path_factory.mktemp(request.param))
 
