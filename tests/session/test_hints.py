@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +17,7 @@ from rekindle import Session, tiny
 from rekindle._src.calls import embedding
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.embedder import Embedder
+from rekindle._src.core.options import _NoArgument
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -59,6 +62,56 @@ def test_an_error_names_the_call_that_was_meant_and_is_short(session: Session, n
     with pytest.raises(InvalidRequest) as caught:
         attempt(session)
     assert words in str(caught.value) and len(str(caught.value)) < 200
+
+
+FITTING = {"prompt": "hi", "rows": [{"a": 1}], "questions": {"urgent": bool}, "query": "q", "states": ["x", "y"]}
+OTHER_NAMES = {"texts": "prompt", "prompts": "prompt"}  # of arguments that are checked as prompts
+KEYWORDS = {"fork": {"at": 1}}  # which Python itself asks for
+
+
+def _methods_that_check_their_arguments(owner: Any) -> list[tuple[Any, list[str]]]:
+    """Return the bound methods that positional arguments may be missing from, and the names of these."""
+    methods = []
+    for name in dir(type(owner)):
+        function = inspect.getattr_static(type(owner), name)
+        if inspect.isfunction(function) and any(isinstance(one, _NoArgument) for one in function.__defaults__ or ()):
+            names = list(inspect.signature(function).parameters)[1:]
+            absent = sum(isinstance(one, _NoArgument) for one in function.__defaults__ or ())
+            methods.append((getattr(owner, name), names[:absent]))
+    return methods
+
+
+def _call(method: Any, names: list[str]) -> None:
+    """Call a method with these arguments alone, up to its first pause."""
+    result = method(*(FITTING.get(name, name) for name in names), **KEYWORDS.get(method.__name__, {}))
+    if inspect.iscoroutine(result):
+        result.send(None)
+
+
+def test_every_argument_that_is_missing_is_refused_at_once(session: Session) -> None:
+    seen = set()
+    for owner in (session, session.cache, session.conversation()):
+        for method, names in _methods_that_check_their_arguments(owner):
+            for count, name in enumerate(names):
+                with pytest.raises(InvalidRequest) as caught:
+                    _call(method, names[:count])
+                if caught.value.field in (name, OTHER_NAMES.get(name)):
+                    assert str(caught.value).startswith(f"{caught.value.field}=nothing: ")
+                else:  # a later one is refused before it
+                    assert caught.value.field in names[count:], method
+                seen.add((method.__name__, name))
+    assert seen > {("export_prefix", "path"), ("pull", "address"), ("fork", "source"), ("answer", "results")}
+
+
+def test_a_missing_argument_comes_with_the_call(session: Session) -> None:
+    for attempt, words in (
+        (lambda s: s.cache.export_prefix("hi"), "path=nothing: is missing. Write export_prefix(prompt, path)"),
+        (lambda s: s.cache.pull(), "address=nothing: is missing. Write pull(address)"),
+        (lambda s: s.fork(at=1), "source=nothing: is missing. Write fork(source, at=…)"),
+        (lambda s: s.conversation().answer(), "results=nothing: is missing. Write answer(results)"),
+    ):
+        with pytest.raises(InvalidRequest, match=rf"^{re.escape(words)}$"):
+            attempt(session)
 
 
 def test_what_python_refuses_is_named_as_it_is_called(session: Session) -> None:

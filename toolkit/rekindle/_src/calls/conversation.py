@@ -23,7 +23,7 @@ from rekindle._src.capabilities.overflow.turns import PINNED, turns_of
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.foreign_calls import CONVERSATION, ForeignNames
-from rekindle._src.core.options import takes_options
+from rekindle._src.core.options import refuse_missing, takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
@@ -219,6 +219,7 @@ class Conversation(ForeignNames):
 
         With `run_tools` that happens by itself.
         """
+        refuse_missing(Conversation.answer, results=results)
         messages = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
         if not messages or any(result.get("role") != "tool" for result in messages):
             raise InvalidRequest("results", results, "are no results of calls", "Pass [call.answer(result), …]")

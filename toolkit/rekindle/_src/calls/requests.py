@@ -24,7 +24,7 @@ from rekindle._src.capabilities.guides.request import StructuredText
 from rekindle._src.capabilities.replies.request import ChatReply, ReasoningBudget
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.extension import Extension
-from rekindle._src.core.options import check_batch, takes_options
+from rekindle._src.core.options import check_batch, refuse_missing, takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
@@ -262,6 +262,7 @@ class Requests:
         calls, and its budget of reasoning counts on; copies of a completion, as pickles are, don't know them. Returns a
         submitted handle. Numbers that `mirostat` and `adaptive_target` carry from token to token begin anew in it.
         """
+        refuse_missing(Requests.fork, source=source)
         prompt_ids, tokens = source.prompt_token_ids, source.token_ids
         base = dataclasses.replace(source.sampling, seed=source.seed)
         if not prompt_ids:

@@ -319,7 +319,7 @@ if TYPE_CHECKING:
 
 
 class _NoArgument:
-    """Stands for an argument that was not passed; calls refuse it as they refuse any other value that doesn't fit."""
+    """Stands for an argument that was not passed. Calls refuse it by their own checks, or by `refuse_missing`."""
 
     def __repr__(self) -> str:
         return "nothing"
@@ -340,6 +340,18 @@ def _with_missing(function: Any, signature: inspect.Signature) -> None:
         if parameter.kind in positional and parameter.default is inspect.Parameter.empty
     ]
     function.__defaults__ = (_NO_ARGUMENT,) * len(required) + (function.__defaults__ or ())
+
+
+def refuse_missing(call: Callable[..., object], **arguments: object) -> None:
+    """Raise for the first of these positional arguments that was not passed, and say how the call is written.
+
+    A call passes the arguments that it has no check of its own for, after it has refused unknown keywords.
+    """
+    for name, value in arguments.items():
+        if isinstance(value, _NoArgument):
+            required = [one for one in inspect.signature(call).parameters.values() if one.default is one.empty][1:]
+            words = (f"{one.name}=…" if one.kind is one.KEYWORD_ONLY else one.name for one in required)
+            raise InvalidRequest(name, value, "is missing", f"Write {call.__name__}({', '.join(words)})")
 
 
 class _Annotation(str):
@@ -373,7 +385,7 @@ def _with_keywords(explicit: list[inspect.Parameter], record: type) -> list[insp
 def takes_keywords(record: type) -> Decorator:
     """Show the keys of a TypedDict instead of `**options` in a method's signature. The method refuses others.
 
-    It gets a value for positional arguments that were not passed, and refuses it.
+    It gets a value for positional arguments that were not passed, and refuses it at once: see `refuse_missing`.
     """
 
     def apply(function: F) -> F:
@@ -397,7 +409,8 @@ def takes_options(record: type, *, returns: str = "", also: type | None = None, 
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
     function with overloads needs it. The keys of the TypedDict `also` come before all keywords. `defaults` override the
-    dataclass's own. A call of a session gets a value for positional arguments that were not passed, and refuses it.
+    dataclass's own. A call of a session gets a value for positional arguments that were not passed, and refuses it: see
+    `refuse_missing`.
     """
     fields = [
         inspect.Parameter(

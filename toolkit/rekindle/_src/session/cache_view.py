@@ -18,7 +18,7 @@ from rekindle._src.capabilities.captures.kept import KeptCaptures, KeptStatistic
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Record
 from rekindle._src.core.mesh_shape import address as host_and_port
-from rekindle._src.core.options import refuse_keywords, takes_keywords
+from rekindle._src.core.options import refuse_keywords, refuse_missing, takes_keywords
 from rekindle._src.core.prefix import Prefix
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Keying, Node, PrefixCache, Tiers
@@ -454,6 +454,7 @@ class CacheView:
     def export_prefix(self, prompt: PromptLike, path: str | Path, **content: Unpack[PromptOptions]) -> Call[int]:
         """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
         refuse_keywords(content, CacheView.export_prefix)
+        refuse_missing(CacheView.export_prefix, prompt=prompt, path=path)
         writer, prefix, target = self._client.writer, self._client.prefix(prompt, **content), Path(path)
         return Once(self._client.in_writer, partial(writer.export_prefix, prefix, target), name="export_prefix")
 
@@ -487,6 +488,7 @@ class CacheView:
         """
         client = self._client
         refuse_keywords(content, CacheView.pull)
+        refuse_missing(CacheView.pull, address=address)
         if prompt is None and any(value is not None for value in content.values()):
             raise without_prompt(content)
         prefix = None if prompt is None else client.prefix(prompt, salt=salt, **content)
