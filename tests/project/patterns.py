@@ -237,6 +237,7 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": USER("the header of a file of vectors", "LONGEST_HEADER")
     },
     "toolkit/rekindle/_src/core/captured.py": {"json.loads": US("the header of captures", "HEADER")},
+    "toolkit/rekindle/_src/core/cell_errors.py": {"ast.parse": USER("an expression of a cell", "_EXPRESSION")},
     "toolkit/rekindle/_src/core/guarded.py": {
         "json.loads": STRANGER("a job, or the answer of a process that may have been overrun", "LONGEST_ANSWER")
     },

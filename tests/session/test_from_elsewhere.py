@@ -416,18 +416,94 @@ def test_a_line_after_a_cell_corrects_what_python_refuses(
         "import rekindle.llm": f"rekindle: there is no module rekindle.llm. {MODULE['LLM']}",
         "from rekindle.nobody.nothing import LLM": f"rekindle: there is no module rekindle.nobody. {MODULE['LLM']}",
         "import nothing_like_this": "",
+        "from rekindle.models import nothing": "",
         "session.model.config.num_hidden_layers": f"{NAME} {MODEL_NAME['config']}",
         "session.model.layers[0]": f"{NAME} {MODEL_NAME['layers']}",
         "session.model.generate('hi')": f"{NAME} {MODEL_NAME['generate']}",
         "session.model('hi')": f"{NAME} {MODEL_NAME['generate']}",
         "session.model.nothing": "",
     }
-    shell.push({"session": session})
+    _check_cells(shell, {"session": session}, cells, capsys)
+
+
+def _check_cells(shell: Any, names: dict[str, Any], cells: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Run cells as the kernel does, and compare the line after each."""
+    shell.push(names)
     for cell, explained in cells.items():
         result = asyncio.run(shell.run_cell_async(cell, transformed_cell=cell))
-        shell.events.trigger("post_run_cell", result)  # as the kernel does it
-        hints = [line for line in capsys.readouterr().err.splitlines() if line.startswith("rekindle: ")]
+        shell.events.trigger("post_run_cell", result)
+        printed = capsys.readouterr()
+        hints = [line for line in printed.err.splitlines() if line.startswith("rekindle: ")]
         assert hints == [explained] * bool(explained), cell
+        assert "Error in callback" not in printed.out + printed.err, cell
+
+
+FOREIGN = """
+import types
+class Soup:
+    text = content = reasoning = model = "a text"
+class Loud:
+    reads = []
+    def __getattr__(self, name): self.reads.append(name); return self
+    @property
+    def text(self): self.reads.append("text"); return "a text"
+    @property
+    def __class__(self): self.reads.append("class"); return type(self)
+class Broken(Exception):
+    def __str__(self): raise ValueError("no text")
+class BrokenType(TypeError):
+    def __str__(self): raise ValueError("no text")
+class BrokenText:
+    def __str__(self): raise ValueError("no text")
+class Completion: pass
+class Owner:
+    def __init__(self, session): self.session, self.model = session, "tiny"
+    def call(self): return self.model("hi")
+    def move(self): return self.session.model.to("cuda")
+soup, loud, args, owner, module = Soup(), Loud(), types.SimpleNamespace(model="tiny"), Owner(session), types
+def local(session):
+    reply = session.generate_sync("hi", max_tokens=1)
+    return reply.text()
+"""
+
+
+def test_a_line_after_a_cell_is_about_objects_of_this_package_alone(
+    session: Session, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interactiveshell = pytest.importorskip("IPython.core.interactiveshell")
+    shell = interactiveshell.InteractiveShell()
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    cell_errors.explain_cell_errors()
+    done = session.generate_sync("hi", max_tokens=1)
+    device = f"{NAME} {MODEL_NAME['to']}"
+    foreign = (
+        "soup.text()", "soup.text.find_al()", "soup.content[0].text", "soup.model('hi')", "args.model.to('cuda')",
+        "args.model('hi')", "owner.call()", "owner.model.to('cuda')", "def f(): return self.model('hi')\n'hi'()",
+        "(session.model, soup.text())", "done.text; soup.text.find_al()", "loud.text()", "loud.other.text()",
+        "import json\njson.loads(Completion())", "reply = {'done': soup}\nreply['done'].text()",
+        "'rekindle('; module('hi')", "import rekindle\n'rekindle('; module('hi')", "raise Broken", "raise BrokenType",
+        "raise TypeError(BrokenText())", "raise RuntimeError(BrokenText())",
+        "raise ImportError(name=BrokenText())", "def open_sync(): pass\nawait open_sync()",
+        "raise AttributeError('x', obj='hi', name='to')",
+    )  # fmt: skip
+    cells = {
+        FOREIGN: "",
+        **dict.fromkeys(foreign, ""),
+        "session.model.to('cuda')": device,
+        "owner.session.model.to('cuda')": device,
+        "owner.move()": device,
+        "local(session)": cell_errors.TEXT_CALLED,
+        "'é'; done.text()": cell_errors.TEXT_CALLED,
+        "done.text(\n    1,\n)": cell_errors.TEXT_CALLED,
+        "[done][0].text()": "",
+        "(await session.generate('hi', max_tokens=1)).text()": cell_errors.TEXT_CALLED,
+        "session.generate_sync(['hi', 'ho'], max_tokens=1)[0].text.nothing": cell_errors.TEXT_PARTS,
+        "import rekindle as kindled\nkindled('hi')": cell_errors.MODULE_CALLED,
+        "from rekindle import open_sync\nawait open_sync('tiny', precompile='lazy')": cell_errors.SYNC,
+        "await session.generate_sync('hi', max_tokens=1)": cell_errors.SYNC,
+    }
+    _check_cells(shell, {"session": session, "done": done}, cells, capsys)
+    assert shell.user_ns["loud"].reads == ["text", "other", "text"], "by the cell itself"
 
 
 def test_a_chat_model_names_a_model_that_embeds_and_opens(caplog: pytest.LogCaptureFixture) -> None:
