@@ -6,6 +6,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from rekindle._src.programs.buckets import Bucket, Key
 from rekindle._src.programs.demand import Demand, ProgramRequest
 from rekindle._src.programs.ledger import Ledger
@@ -38,3 +40,35 @@ def test_a_program_in_the_making_is_avoided_by_steps_even_if_none_wants_it_any_m
     thread.join(60)
     assert made == [SMALL] and not ledger.soon(SMALL)
     demand.stop()
+
+
+def test_a_program_is_avoided_from_the_moment_that_the_thread_has_chosen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row that needed it left just after the choice: until the mark was set, a step took the program as its own."""
+    ledger = Ledger((SMALL, LARGE), lambda key: False)
+    made, soon = list[Key](), list[bool]()
+    programs: Any = SimpleNamespace(
+        ledger=ledger, get=made.append, flush=lambda: None, ready=lambda key, *, whole=False: key in made
+    )
+    demand = Demand(programs)
+
+    class Lock:
+        """The thread is held up as soon as it has let go of the lock, and the loop runs."""
+
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            self.lock.release()
+            if threading.current_thread().name == "rekindle demand" and not soon:
+                soon.append(False)  # once
+                demand.want(())
+                soon[:] = [ledger.soon(SMALL)]
+
+    monkeypatch.setattr(demand, "_lock", Lock())
+    demand.want((ProgramRequest(SMALL),))
+    if (thread := demand._thread) is not None:
+        thread.join(60)
+    assert soon == [True] and made == [SMALL] and not ledger.soon(SMALL)

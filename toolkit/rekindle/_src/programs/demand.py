@@ -113,19 +113,21 @@ class Demand:
     def _work(self) -> None:
         with self._contexts(), handing_over():
             while True:
-                with self._lock:
-                    job = self._next()
-                    if job is None:
-                        self._thread = None
-                        return
-                try:
-                    with self._programs.ledger.made_next(job.key):  # even if no step wants it any more
+                with contextlib.ExitStack() as marks:
+                    with self._lock:
+                        job = self._next()
+                        if job is None:
+                            self._thread = None
+                            return
+                        # Even if no step wants it any more: `want` takes the lock before it forgets the job.
+                        marks.enter_context(self._programs.ledger.made_next(job.key))
+                    try:
                         self._programs.get(job.key)
                         if job.whole:
                             self._programs.complete(job.key)
-                except Exception as error:
-                    with self._lock:
-                        self._errors[job] = error
+                    except Exception as error:
+                        with self._lock:
+                            self._errors[job] = error
 
     def _next(self) -> ProgramRequest | None:
         if self._stopped or not threading.main_thread().is_alive():
