@@ -52,3 +52,13 @@ def test_a_closed_ledger_has_records_and_no_programs() -> None:
     book.close()
     assert not book.ready and [record.name for record in book.records()] == ["r2t0", "memory"]
     assert {entry.form for entry in book.entries.values()} == {Form.NONE}
+
+
+def test_a_program_is_made_next_until_the_last_of_its_makers_has_left() -> None:
+    """Warming and demand may both wait for it; the first to leave took the other's mark along."""
+    book = ledger()
+    with book.made_next(DECODE):
+        with book.made_next(DECODE):
+            assert book.soon(DECODE)
+        assert book.soon(DECODE) and not book.soon(PREFILL)
+    assert not book.soon(DECODE)

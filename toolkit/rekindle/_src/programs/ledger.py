@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import enum
@@ -55,7 +56,7 @@ class Ledger:
         self.least = Form.WHOLE  # the form that is enough for now
         self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
         self._replaced: list[CompiledProgram | None] = []  # steps in flight may run in them
-        self._soon: set[Key] = set()
+        self._soon: collections.Counter[Key] = collections.Counter()  # marks of each, from several threads
         self.demanded: frozenset[Key] = frozenset()  # steps want them, and they are made in the background
         self._lock = threading.Lock()
 
@@ -108,11 +109,15 @@ class Ledger:
     @contextlib.contextmanager
     def made_next(self, key: Key) -> Iterator[None]:
         """Mark `key` as made next, or ready, inside the `with` block."""
-        self._soon.add(key)
+        with self._lock:
+            self._soon[key] += 1
         try:
             yield
         finally:
-            self._soon.discard(key)
+            with self._lock:
+                self._soon[key] -= 1
+                if not self._soon[key]:
+                    del self._soon[key]
 
     def records(self) -> tuple[ProgramRecord, ...]:
         """Return the records of all programs that are ready, in the order of the ledger."""
