@@ -77,16 +77,35 @@ def test_it_says_why_it_ended(
 def test_a_job_s_time_begins_when_the_process_is_ready(
     start: Callable[[], GuardProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watches, timer = list[float](), threading.Timer
+    watches = list[float]()
 
-    def watched(seconds: float, function: Callable[[], None]) -> threading.Timer:
+    def watched(seconds: float, function: Callable[..., None], arguments: tuple[object, ...]) -> threading.Timer:
         watches.append(seconds)
-        return timer(600.0, function)
+        return threading.Timer(600.0, function, arguments)
 
-    monkeypatch.setattr(threading, "Timer", watched)
+    monkeypatch.setattr("rekindle._src.core.guard.Timer", watched)
     guard = start()
     assert [ask(guard, "1", seconds=seconds) for seconds in (0.25, 0.5)] == [2, 2]
     assert watches == [START_SECONDS, 0.25, 0.5]
+
+
+def test_a_watch_that_comes_too_late_leaves_the_next_job_alone(
+    start: Callable[[], GuardProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Canceling a watch does not stop one that runs already: it ended the job after its own."""
+    held_up = list[Callable[[], None]]()
+
+    def watched(seconds: float, function: Callable[..., None], arguments: tuple[object, ...] = ()) -> threading.Timer:
+        held_up.append(lambda: function(*arguments))
+        return threading.Timer(600.0, function, arguments)
+
+    monkeypatch.setattr("rekindle._src.core.guard.Timer", watched)
+    guard = start()
+    for _ in range(2):
+        assert ask(guard, "1") == 2
+        for late in held_up:
+            late()
+    assert guard.usable and len(held_up) == 3
 
 
 def test_an_interrupt_ends_it(start: Callable[[], GuardProcess], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,10 +14,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from threading import Lock, Timer
 from typing import IO, NamedTuple
 
 from rekindle._src.core import guarded
@@ -64,6 +64,8 @@ class GuardProcess:
         Raises OSError where no process can be started.
         """
         self.ended = self._late = False
+        self._lock = Lock()
+        self._exchanged: object = None  # the exchange that its watch may end
         self._first: dict[str, object] | None = {
             "path": [*dict.fromkeys([*map(str, sys.path), *_folders(("rekindle_kernels", *modules))])],
             "jobs": str(jobs),
@@ -124,11 +126,14 @@ class GuardProcess:
         return self._process.stdout
 
     def _exchange(self, message: object, seconds: float, most: int) -> dict[str, object]:
-        watch = threading.Timer(seconds, self._kill_late)
+        exchange = object()
+        watch = Timer(seconds, self._kill_late, (exchange,))
         watch.daemon = True
-        watch.start()
         answer = None
         try:
+            with self._lock:
+                self._exchanged = exchange
+            watch.start()
             with contextlib.suppress(OSError, ValueError):  # the process is gone
                 guarded.send(self._stdin, message)
                 answer = guarded.receive(self._stdout, most)
@@ -137,13 +142,17 @@ class GuardProcess:
             raise
         finally:
             watch.cancel()
+            with self._lock:  # a watch that runs already has ended the process, or leaves it to the next exchange
+                self._exchanged = None
         if not isinstance(answer, dict):
             raise self._cause(self._ended())
         return answer
 
-    def _kill_late(self) -> None:
-        self._late = True
-        self.kill()
+    def _kill_late(self, exchange: object) -> None:
+        with self._lock:
+            if exchange is self._exchanged:
+                self._late = True
+                self.kill()
 
     def _ended(self) -> int:
         """Return the status of a process that closed its pipe, which it does as it ends."""
