@@ -1,9 +1,10 @@
 """The program of a guard: it does the jobs of a file until the process that sends them is gone.
 
-It is run by itself, with the standard library alone, and must stay so. A message is its length in four bytes, then
-JSON. The first one has the path for imports, the file of jobs and the settings of its `prepare`, which returns a
-function from a job to its answer; each of the others has a job. Each is answered by an object, the first
-one by an empty one.
+It is run by itself. Until the first message has brought the path for imports, it has the standard library alone, and
+must need no more. A message is its length in four bytes, then JSON. The first one has that path, the file of jobs, the
+settings of its `prepare`, the bounds of memory and stack, and whether the process gives way to others. `prepare`
+returns a function from a job to its answer. Each of the others has a job and its seconds of a processor. Each is
+answered by an object, the first one by an empty one.
 """
 
 from __future__ import annotations
