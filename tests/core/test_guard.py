@@ -22,6 +22,11 @@ def prepare(settings):
         return settings["plus"] + eval(job)
     return lambda job: {"result": do(job)}
 """
+NEVER_STARTS = """
+import threading
+def prepare(settings):
+    threading.Event().wait()
+"""
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is limited in another way")
 ONLY_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no timer of a processor's time")
 
@@ -87,6 +92,16 @@ def test_a_job_s_time_begins_when_the_process_is_ready(
     guard = start()
     assert [ask(guard, "1", seconds=seconds) for seconds in (0.25, 0.5)] == [2, 2]
     assert watches == [START_SECONDS, 0.25, 0.5]
+
+
+def test_a_start_that_takes_too_long_has_its_own_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle._src.core.guard.START_SECONDS", 0.1)
+    path = tmp_path / "jobs.py"
+    path.write_text(NEVER_STARTS)
+    guard = GuardProcess(path, {}, GuardLimits(256 << 20))
+    with pytest.raises(GuardEnded) as error:
+        ask(guard, "1")
+    assert error.value.cause is Cause.START and not guard.usable
 
 
 def test_a_watch_that_comes_too_late_leaves_the_next_job_alone(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from helpers.bounds import Within
 from helpers.sessions import eventually
 from rekindle import tiny
+from rekindle._src.core import guard
 from rekindle._src.core.sampling import MAX_STRUCTURE
 from rekindle._src.structured import compilers
 from rekindle._src.structured.grammar import Grammars, Guide
@@ -116,6 +118,18 @@ def test_what_takes_too_long_is_ended_and_is_not_tried_again(
         assert made.compile(Spec("schema", '{"type": "object", "properties": {"a": {"type": "integer"}}}'))
     finally:
         made.close()
+
+
+def test_a_process_that_does_not_start_in_time_blames_no_grammar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request may be sent again: nothing is known against its grammar."""
+    path = tmp_path / "jobs.py"
+    path.write_text("import threading\ndef prepare(settings):\n    threading.Event().wait()\n")
+    monkeypatch.setattr(guard, "START_SECONDS", 0.1)
+    process = guard.GuardProcess(path, {}, guard.GuardLimits(256 << 20))
+    with pytest.raises(Busy, match=r"did not start within 60 s\. Send the request again"):
+        compilers.text_of_trial(process, Spec("regex", "[ab]{3}"))
 
 
 def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_callers(

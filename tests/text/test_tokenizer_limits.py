@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -183,6 +184,24 @@ def test_a_costly_text_fails_alone_and_others_are_encoded(
             tokenizer.encode(text * 40)
     if "template" not in case:
         assert tokenizer.encode("xyz") == tokenizer.backend.encode("xyz").ids
+
+
+def with_jobs(folder: Path, jobs: str, monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
+    """Return a tokenizer with a guard that does these jobs instead of encoding."""
+    path = folder / "jobs.py"
+    path.write_text(jobs)
+    monkeypatch.setattr(encoding_process, "encoding_jobs", SimpleNamespace(__file__=str(path)))
+    tokenizer = opened(folder / "model", described(pre_tokenizer=split(BACKTRACKS)))
+    assert tokenizer.encodes_apart
+    return tokenizer
+
+
+def test_a_process_that_does_not_start_in_time_blames_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rekindle._src.core.guard.START_SECONDS", 0.1)
+    jobs = "import threading\ndef prepare(settings):\n    threading.Event().wait()\n"
+    tokenizer = with_jobs(tmp_path, jobs, monkeypatch)
+    with pytest.raises(RequestFailed, match=r"process for it did not start within 60 s\. .*send the request again"):
+        tokenizer.encode("xyz")
 
 
 @pytest.mark.thorough

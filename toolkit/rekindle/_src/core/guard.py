@@ -38,6 +38,7 @@ class GuardLimits(NamedTuple):
 class Cause(enum.Enum):
     """Why a guard ended during a job."""
 
+    START = "it did not start in time"
     LATE = "it was not done by its deadline"
     PROCESSOR = "it used up its time of a processor"
     STACK = "its stack overflowed"
@@ -63,7 +64,8 @@ class GuardProcess:
 
         Raises OSError where no process can be started.
         """
-        self.ended = self._late = False
+        self.ended = False
+        self._late: Cause | None = None  # the cause of an end by the clock
         self._lock = Lock()
         self._exchanged: object = None  # the exchange that its watch may end
         self._first: dict[str, object] | None = {
@@ -96,11 +98,12 @@ class GuardProcess:
         """Return the answer to a job; both are values of JSON. Raises `GuardEnded`.
 
         A job has `seconds` by the clock and `processor` seconds of a processor, and an answer at most `most` bytes.
-        The first one waits for the start of the process, too. Any error in here ends the guard.
+        The first one waits for the start of the process, too, for `START_SECONDS` at most. Any error in here ends the
+        guard.
         """
         if self._first is not None:
             first, self._first = self._first, None
-            self._exchange(first, START_SECONDS, most)
+            self._exchange(first, START_SECONDS, most, late=Cause.START)
         return self._exchange({"job": job, "processor": processor}, seconds, most)
 
     def kill(self) -> None:
@@ -125,9 +128,9 @@ class GuardProcess:
         assert self._process.stdout is not None, "a pipe"
         return self._process.stdout
 
-    def _exchange(self, message: object, seconds: float, most: int) -> dict[str, object]:
+    def _exchange(self, message: object, seconds: float, most: int, *, late: Cause = Cause.LATE) -> dict[str, object]:
         exchange = object()
-        watch = Timer(seconds, self._kill_late, (exchange,))
+        watch = Timer(seconds, self._kill_late, (exchange, late))
         watch.daemon = True
         answer = None
         try:
@@ -148,10 +151,10 @@ class GuardProcess:
             raise self._cause(self._ended())
         return answer
 
-    def _kill_late(self, exchange: object) -> None:
+    def _kill_late(self, exchange: object, cause: Cause) -> None:
         with self._lock:
             if exchange is self._exchanged:
-                self._late = True
+                self._late = cause
                 self.kill()
 
     def _ended(self) -> int:
@@ -162,8 +165,8 @@ class GuardProcess:
 
     def _cause(self, status: int) -> GuardEnded:
         cause = Cause.OTHER
-        if self._late:
-            cause = Cause.LATE
+        if self._late is not None:
+            cause = self._late
         elif status == -getattr(signal, "SIGPROF", 0):
             cause = Cause.PROCESSOR
         elif status in (-getattr(signal, "SIGSEGV", 0), -getattr(signal, "SIGBUS", 0), 0xC00000FD):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from rekindle._src.core.guard import Cause, GuardEnded, GuardLimits, GuardProcess
+from rekindle._src.core.guard import START_SECONDS, Cause, GuardEnded, GuardLimits, GuardProcess
 from rekindle._src.core.priority import yield_to_others
 from rekindle._src.structured import compile_worker
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
@@ -257,6 +257,8 @@ def text_of_trial(guard: GuardProcess, spec: Spec) -> str:
 def _end_error(spec: Spec, end: GuardEnded) -> Exception:
     """Return the error of a grammar that ended its guard."""
     match end.cause:
+        case Cause.START:
+            return busy_error(f"the process that tries this one did not start within {START_SECONDS:g} s")
         case Cause.LATE if sys.platform != "win32":
             return busy_error(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
         case Cause.LATE | Cause.PROCESSOR:

@@ -10,13 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from rekindle._src.core.guard import Cause, GuardEnded, GuardLimits, GuardProcess
+from rekindle._src.core.guard import START_SECONDS, Cause, GuardEnded, GuardLimits, GuardProcess
 from rekindle._src.text import encoding_jobs
 
 SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # per text; tokenizers in use encode fifty times as fast
 MEMORY = 2 << 30  # bytes of addresses in addition to the tokenizer's own, where that can be limited
 TOKENS = 64, 1024  # most tokens of a text: for each character, and in addition
 _BYTES = 12  # of a token in an answer
+_SHORTER = "This model's tokenizer is not bounded by the length of a text; pass a shorter one, or token ids"
+_AGAIN = "The machine may be busy; send the request again, or pass token ids"
 
 
 def limit(text: str) -> float:
@@ -25,7 +27,11 @@ def limit(text: str) -> float:
 
 
 class EncodingFailed(Exception):
-    """A text could not be encoded. The message says why."""
+    """A text could not be encoded. The message says why, and `fix` is the remedy."""
+
+    def __init__(self, problem: str, fix: str = _SHORTER) -> None:
+        super().__init__(problem)
+        self.fix = fix
 
 
 class EncodingProcess:
@@ -47,11 +53,7 @@ class EncodingProcess:
                     job, seconds=seconds, processor=2 * seconds, most=_BYTES * (each * len(text) + extra)
                 )
             except GuardEnded as end:
-                ran_out = end.cause is Cause.LATE
-                problem = (
-                    f"it took over {seconds:.0f} s" if ran_out else "it took too much memory, or ended its process"
-                )
-                raise EncodingFailed(problem) from None
+                raise _end_error(end, seconds) from None
         if "failed" in answer:
             raise EncodingFailed(str(answer["failed"]))
         return cast("list[int]", answer["ids"])
@@ -69,3 +71,14 @@ class EncodingProcess:
                 Path(encoding_jobs.__file__), settings, GuardLimits(MEMORY), modules=("tokenizers",)
             )
         return self._guard
+
+
+def _end_error(end: GuardEnded, seconds: float) -> EncodingFailed:
+    """Return the error of a text that had so many `seconds`, and its guard ended."""
+    match end.cause:
+        case Cause.START:
+            return EncodingFailed(f"the process for it did not start within {START_SECONDS:g} s", _AGAIN)
+        case Cause.LATE:
+            return EncodingFailed(f"it took over {seconds:.0f} s")
+        case _:
+            return EncodingFailed("it took too much memory, or ended its process")

@@ -174,8 +174,7 @@ class Tokenizer(Drawable, ForeignNames):
                 return self._encoding_process.encode(text, add_special_tokens)
             except EncodingFailed as error:
                 raise RequestFailed(
-                    f"A text of {len(text):,} characters could not be encoded: {error}. This model's tokenizer is not "
-                    "bounded by the length of a text; pass a shorter one, or token ids"
+                    f"A text of {len(text):,} characters could not be encoded: {error}. {error.fix}"
                 ) from error
         try:
             return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
