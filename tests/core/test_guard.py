@@ -27,6 +27,7 @@ import threading
 def prepare(settings):
     threading.Event().wait()
 """
+DEEP = "setattr(__import__('json'), 'dumps', lambda answer: '{\"result\": ' + '[' * 10**5 + ']' * 10**5 + '}') or 0"
 ONLY_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is limited in another way")
 ONLY_POSIX = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no timer of a processor's time")
 
@@ -66,6 +67,7 @@ def test_it_does_one_job_after_the_other_and_prints_are_no_answers(start: Callab
         pytest.param("len(bytearray(1 << 30))", Cause.MEMORY, {}, id="memory", marks=ONLY_LINUX),
         pytest.param("int('0' * 10**4 + 'x')", Cause.OTHER, {}, id="error"),
         pytest.param("10**1000", Cause.OTHER, {"most": 1000}, id="long-answer"),
+        pytest.param(DEEP, Cause.OTHER, {}, id="deep-answer"),
     ],
 )
 def test_it_says_why_it_ended(

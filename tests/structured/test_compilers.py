@@ -132,6 +132,16 @@ def test_a_process_that_does_not_start_in_time_blames_no_grammar(
         compilers.text_of_trial(process, Spec("regex", "[ab]{3}"))
 
 
+@pytest.mark.parametrize("answer", ["{}", "{'text': 7}", "{'refused': [7]}"])
+def test_an_answer_without_a_grammar_ends_its_process(answer: str, tmp_path: Path) -> None:
+    path = tmp_path / "jobs.py"
+    path.write_text(f"def prepare(settings):\n    return lambda job: {answer}\n")
+    process = guard.GuardProcess(path, {}, guard.GuardLimits(256 << 20))
+    with pytest.raises(Busy, match="the process that tried this one ended with status"):
+        compilers.text_of_trial(process, Spec("regex", "[ab]{3}"))
+    assert not process.usable
+
+
 def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_callers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -204,6 +204,22 @@ def test_a_process_that_does_not_start_in_time_blames_no_text(tmp_path: Path, mo
         tokenizer.encode("xyz")
 
 
+NO_IDS = ("{'ids': ['1']}", "{}", "{'ids': 7}", "{'ids': [-1]}", "{'ids': [1 << 31]}", "{'failed': 7}")
+
+
+@pytest.mark.parametrize("answer", by_default(NO_IDS))
+def test_an_answer_without_token_ids_ends_its_process(
+    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job may have overrun the process, which then answers as it likes."""
+    jobs = f"def prepare(settings):\n    return lambda job: {answer} if job['text'] else {{'ids': [3, 0]}}\n"
+    tokenizer = with_jobs(tmp_path, jobs, monkeypatch)
+    assert tokenizer.encode("") == [3, 0]
+    with pytest.raises(RequestFailed, match=r"it took too much memory, or ended its process"):
+        tokenizer.encode("xyz")
+    assert tokenizer.encode("") == [3, 0]
+
+
 @pytest.mark.thorough
 @trio_in_ci
 @pytest.mark.anyio

@@ -99,7 +99,7 @@ class GuardProcess:
 
         A job has `seconds` by the clock and `processor` seconds of a processor, and an answer at most `most` bytes.
         The first one waits for the start of the process, too, for `START_SECONDS` at most. Any error in here ends the
-        guard.
+        guard. A job may overrun the process: check the shape of its answer, and raise `refuse_answer` otherwise.
         """
         if self._first is not None:
             first, self._first = self._first, None
@@ -117,6 +117,10 @@ class GuardProcess:
         """Kill the process and free its pipes. Return its exit status."""
         self.ended = True
         return _end(self._process, self._owner)
+
+    def refuse_answer(self) -> GuardEnded:
+        """End the process because an answer is not of its job's shape: it may have been overrun. Return the error."""
+        return self._cause(self.end())
 
     @property
     def _stdin(self) -> IO[bytes]:
@@ -137,7 +141,8 @@ class GuardProcess:
             with self._lock:
                 self._exchanged = exchange
             watch.start()
-            with contextlib.suppress(OSError, ValueError):  # the process is gone
+            # The process is gone, or it has been overrun and its answer is no JSON, or nests too deeply.
+            with contextlib.suppress(OSError, ValueError, RecursionError):
                 guarded.send(self._stdin, message)
                 answer = guarded.receive(self._stdout, most)
         except BaseException:

@@ -246,12 +246,14 @@ def new_guard(settings: Mapping[str, Any]) -> GuardProcess:
 def text_of_trial(guard: GuardProcess, spec: Spec) -> str:
     """Try a grammar and return its text for llguidance. Raises `InvalidRequest`, or `Busy`."""
     try:
-        answer = guard.ask(_fields(spec), seconds=LONGEST, processor=COMPILE_SECONDS)
+        match guard.ask(_fields(spec), seconds=LONGEST, processor=COMPILE_SECONDS):
+            case {"refused": str(message)}:
+                raise refusal_error(spec, message)
+            case {"text": str(text)}:
+                return text
+        raise guard.refuse_answer()
     except GuardEnded as end:
         raise _end_error(spec, end) from None
-    if "refused" in answer:
-        raise refusal_error(spec, str(answer["refused"]))
-    return str(answer["text"])
 
 
 def _end_error(spec: Spec, end: GuardEnded) -> Exception:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 from rekindle._src.core.guard import START_SECONDS, Cause, GuardEnded, GuardLimits, GuardProcess
 from rekindle._src.text import encoding_jobs
@@ -49,14 +49,15 @@ class EncodingProcess:
         job = {"text": text, "special": add_special_tokens}
         with self._lock:
             try:
-                answer = self._running().ask(
-                    job, seconds=seconds, processor=2 * seconds, most=_BYTES * (each * len(text) + extra)
-                )
+                guard, most = self._running(), _BYTES * (each * len(text) + extra)
+                match guard.ask(job, seconds=seconds, processor=2 * seconds, most=most):
+                    case {"ids": list(ids)} if _are_ids(ids):
+                        return ids
+                    case {"failed": str(problem)}:
+                        raise EncodingFailed(problem[:300])
+                raise guard.refuse_answer()
             except GuardEnded as end:
                 raise _end_error(end, seconds) from None
-        if "failed" in answer:
-            raise EncodingFailed(str(answer["failed"]))
-        return cast("list[int]", answer["ids"])
 
     def close(self) -> None:
         """End the process, if there is one."""
@@ -71,6 +72,13 @@ class EncodingProcess:
                 Path(encoding_jobs.__file__), settings, GuardLimits(MEMORY), modules=("tokenizers",)
             )
         return self._guard
+
+
+def _are_ids(values: list[Any]) -> bool:
+    """True if all values of a guard's answer are integers that can be token ids."""
+    if not set(map(type, values)) <= {int}:
+        return False
+    return not values or (min(values) >= 0 and max(values) < 1 << 31)
 
 
 def _end_error(end: GuardEnded, seconds: float) -> EncodingFailed:
