@@ -22,7 +22,7 @@ from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import ALONE
 from rekindle._src.programs.programs import Programs
-from rekindle.errors import RequestFailed
+from rekindle.errors import InvalidRequest, RequestFailed
 
 MODEL = tiny_model(seed=3)
 CONFIG = tiny_config(max_requests=2)
@@ -100,6 +100,19 @@ def test_guided_rows_choose_among_what_is_allowed_and_others_are_exact(runner: R
         assert guided.request.extensions[Guidance].guide.history == guided.outputs  # type: ignore[attr-defined]
         for live in (guided, free):
             driver.remove(live)
+
+
+def test_programs_without_masks_refuse_a_guided_request() -> None:
+    """Programs that were made by hand, without a plan, ran it as if it had no guide."""
+    runner = Runner(MODEL, CONFIG)
+    try:
+        driver = Driver(runner)
+        guided = add(driver, [5, 6, 7, 8], Sampling(max_tokens=4), RuleGuide(rule))
+        (row,) = runner.fetch(runner.dispatch(driver.plan([(guided, None)]))).rows
+        assert isinstance(row.error, InvalidRequest) and row.token_id is None
+        assert "its Guidance needs late masks, and these programs have none" in str(row.error)
+    finally:
+        runner.close()
 
 
 @pytest.mark.thorough

@@ -66,6 +66,11 @@ class Extension:
         return False
 
     @property
+    def needs_masks(self) -> bool:
+        """True if late masks decide which tokens its rows may choose: programs without them can't run the request."""
+        return False
+
+    @property
     def held(self) -> bool:
         """True while no step may have the request. Asked in every step, if a class overrides it."""
         return False

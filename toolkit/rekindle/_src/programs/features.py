@@ -102,7 +102,8 @@ class Features:
         return tuple(function for function in functions if function is not None)
 
     def constants(self, request: Request) -> tuple[list[int], list[float]]:
-        """Return the values of all columns of a request."""
+        """Return the values of all columns of a request. Raises `InvalidRequest` for one that these features lack."""
+        self.late.check(request)
         ints: list[int] = []
         floats: list[float] = []
         for option, wants in self._wanting:

@@ -12,11 +12,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.records import Mask, Row, RowResult, StepPlan, mask_words
+from rekindle._src.core.records import Mask, Request, Row, RowResult, StepPlan, mask_words
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.row_option import RowOption
 from rekindle._src.programs.sampling import Choose, Take
-from rekindle.errors import RekindleError
+from rekindle.errors import InvalidRequest, RekindleError
 from rekindle_kernels import gated_masks
 
 NO_TOKEN = -2  # read by the host in place of a token where mask and options together leave none
@@ -60,6 +60,15 @@ class LateMasks(RowOption):
         return jnp.where(dead, NO_TOKEN, tokens)
 
     # -- on the host
+
+    def check(self, request: Request) -> None:
+        """Check a request that enters a slot. Raises `InvalidRequest` if it needs masks, and there are none to fill."""
+        for kind, extension in request.extensions.items():
+            if extension.needs_masks:
+                raise InvalidRequest(
+                    "request", request.id, f"its {kind.__name__} needs late masks, and these programs have none",
+                    "Make programs from a plan with its capability, as Programs.open(plan) does",
+                )  # fmt: skip
 
     def in_plan(self, plan: StepPlan) -> bool:
         return False

@@ -42,6 +42,10 @@ class Guidance(FollowedExtension):
     def ends_itself(self) -> bool:
         return True
 
+    @property
+    def needs_masks(self) -> bool:
+        return True
+
     def follower(self, request: Request, cache: PrefixCache | None) -> ForcedTokens:
         return ForcedTokens()
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from rekindle._src.capabilities.guides.guidance import GUIDED, Guidance
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import GuideLike, GuideReport, Mask, Row, RowResult, StepPlan
+from rekindle._src.core.records import GuideLike, GuideReport, Mask, Request, Row, RowResult, StepPlan
 from rekindle._src.programs.late_masks import LateMasks
 from rekindle.errors import NoTokenLeft, RekindleError
 
@@ -23,6 +23,9 @@ class Guides(LateMasks):
     """The masks of guided rows."""
 
     option = Guidance
+
+    def check(self, request: Request) -> None:
+        """Take any request: this fills all masks."""
 
     def in_plan(self, plan: StepPlan) -> bool:
         extended = [row for row in plan.rows if row.request.extensions]
