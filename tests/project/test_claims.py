@@ -142,12 +142,12 @@ def test_the_shade_that_a_page_names_is_the_one_it_shows() -> None:
     assert set(shades) == {(str(red), str(green), str(blue))} and named == {"orange"}
 
 
-def test_the_index_says_which_pages_take_long() -> None:
+def test_the_index_says_how_long_pages_take() -> None:
     index = (ROOT / "tutorials/README.md").read_text()
     seconds = {page: json.loads(path.read_text())["metadata"]["seconds"] for page, path in PAGES.items()}
     longest = [page for page, taken in seconds.items() if taken >= 120]
-    assert f"{len(PAGES) - len(longest)} of {len(PAGES)} pages ran in less than two minutes" in index
-    assert f"; {', '.join(longest)} took longer." in index
+    assert not longest, "a page of the course is built in two minutes"
+    assert f"Each of the {len(PAGES)} pages ran in less than two minutes" in index
 
 
 def test_speeds_of_the_real_model_are_those_of_readme_within_a_factor_of_two() -> None:
@@ -164,6 +164,13 @@ def readme_table() -> str:
 def test_one_page_does_not_show_a_fraction_of_the_speed_that_another_one_measures() -> None:
     speeds = {page: max(map(float, re.findall(r"([\d.]+) tokens/s", printed(page)))) for page in ("01", "03")}
     assert 0.5 <= speeds["01"] / speeds["03"] <= 2, speeds
+
+
+def test_the_real_model_is_as_fast_on_one_page_as_on_the_other() -> None:
+    """Page 28 draws twelve tokens at a time, of which the first waits for its prompt; page 18 draws many."""
+    (measured,) = re.findall(r"^(\d+) tokens/s;", printed("18"), re.MULTILINE)
+    (other,) = re.findall(r"^rekindle, the file +(\d+)", printed("28"), re.MULTILINE)
+    assert 0.4 <= int(other) / int(measured) <= 2
 
 
 def closure(extra: str) -> set[str]:

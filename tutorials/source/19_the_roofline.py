@@ -84,11 +84,11 @@ assert round(2 * weights / model.nbytes, 2) == 1, "an operation for each byte th
 # ## The two limits of this machine
 #
 # Bandwidth: multiply a matrix as large as the model with a vector, which is what a decode step does. Operations: multiply two matrices of
-# 4 MB. The best of several rounds counts, since other programs only ever make a round slower.
+# 4 MB. The best of many short rounds counts, since other programs only ever make a round slower.
 
 
 # %%
-def best(function, *arguments, rounds: int = 8) -> float:
+def best(function, *arguments, rounds: int = 40) -> float:
     jax.block_until_ready(function(*arguments))  # compiles
     times = []
     for _ in range(rounds):
@@ -145,13 +145,13 @@ session = await rekindle.open(
 rng = np.random.default_rng(0)
 counts, speed, made = (1, 2, 4, 8, 16), {}, {}
 print(f"bound of one text: {bandwidth / model.nbytes:.0f} tokens/s")
-for _ in range(2):  # the first round compiles
+for _ in range(6):  # the first round compiles; of the others the quickest counts
     for count in counts:
         prompts = rng.integers(3, 4000, (count, 4)).tolist()
         before, began = session.stats().steps, time.perf_counter()
-        await session.generate(prompts, max_tokens=16, ignore_eos=True)
-        made[count] = 16 * count / (session.stats().steps - before)
-        speed[count] = max(speed.get(count, 0), 16 * count / (time.perf_counter() - began))
+        await session.generate(prompts, max_tokens=20, ignore_eos=True)
+        made[count] = max(made.get(count, 0), 20 * count / (session.stats().steps - before))
+        speed[count] = max(speed.get(count, 0), 20 * count / (time.perf_counter() - began))
 reading, arithmetic = bandwidth / model.nbytes, flops / (2 * weights)
 print(f"the two limits meet at {arithmetic / reading:.1f} texts")
 for count in counts:
@@ -209,11 +209,11 @@ for name, kind in (("8 bits", "int8-weight"), ("4 bits", "int4-32")):
         quiet=True,
     )
 rates = dict.fromkeys(opened, 0.0)
-for _ in range(3):
+for _ in range(24):  # in turns, and in short runs, so that each of them meets a quiet moment
     for name, one in opened.items():
         began = time.perf_counter()
-        await one.generate([[5, 6, 7, 8]], max_tokens=32, ignore_eos=True)
-        rates[name] = max(rates[name], 32 / (time.perf_counter() - began))
+        await one.generate([[5, 6, 7, 8]], max_tokens=8, ignore_eos=True)
+        rates[name] = max(rates[name], 8 / (time.perf_counter() - began))
 for name, rate in rates.items():
     more, less = rate / rates["16 bits"], megabytes["16 bits"] / megabytes[name]
     print(

@@ -148,7 +148,7 @@ HTML((next(one for one in FOLDERS if one.is_dir()) / "33_slider.html").read_text
 # %% [markdown]
 # ## In the engine
 #
-# Three models with random weights in 16 bits: one with 32 experts, of which each token takes 4; a dense one as large as what a token takes; and a dense one as large as all of it. They take turns, and of each the quickest of several rounds counts: other programs only ever make one slower.
+# Three models with random weights in 16 bits: one with 32 experts, of which each token takes 4; a dense one as large as what a token takes; and a dense one as large as all of it. They take turns, and of each the quickest of twelve short rounds counts: other programs only ever make one slower.
 
 # %%
 COMMON = {
@@ -204,9 +204,9 @@ print({name: f"{size:.0f} MB" for name, size in megabytes.items()})
 # </details>
 
 # %%
-counts, TOKENS = (1, 4, 16), 6
+counts, TOKENS = (1, 4, 16), 4
 times = {(name, count): [] for name in sessions for count in counts}
-for lap in range(6):
+for lap in range(13):
     for count in counts:
         prompts = rng.integers(3, 4000, (count, 4)).tolist()
         for name, session in sessions.items():
