@@ -78,11 +78,14 @@ async def request() -> tuple[float, float]:
 
 # %%
 await asyncio.gather(*(request() for _ in range(16)))  # compiles
+rounds = []
+for _ in range(4):  # the quickest counts: other programs only ever make one slower
+    began = time.perf_counter()
+    await asyncio.gather(*(request() for _ in range(32)))
+    rounds.append(time.perf_counter() - began)
+capacity = 32 / min(rounds)
 alone = [await request() for _ in range(4)]
 first, further = (min(one[part] for one in alone) for part in (0, 1))
-began = time.perf_counter()
-await asyncio.gather(*(request() for _ in range(32)))
-capacity = 32 / (time.perf_counter() - began)
 print(f"alone: {first * 1e3:.0f} ms to the first token, {further * 1e3:.1f} ms for each further one")
 print(f"full: {capacity:.1f} requests a second, {capacity * ANSWER:.0f} tokens a second")
 
