@@ -147,7 +147,7 @@ def test_the_index_says_how_long_pages_take() -> None:
     seconds = {page: json.loads(path.read_text())["metadata"]["seconds"] for page, path in PAGES.items()}
     longest = [page for page, taken in seconds.items() if taken >= 120]
     assert not longest, "a page of the course is built in two minutes"
-    assert f"Each of the {len(PAGES)} pages ran in less than two minutes" in index
+    assert f"{len(PAGES)} of {len(PAGES)} pages ran in less than two minutes" in index
 
 
 def test_speeds_of_the_real_model_are_those_of_readme_within_a_factor_of_two() -> None:
@@ -170,7 +170,7 @@ def test_the_real_model_is_as_fast_on_one_page_as_on_the_other() -> None:
     """Page 28 draws twelve tokens at a time, of which the first waits for its prompt; page 18 draws many."""
     (measured,) = re.findall(r"^(\d+) tokens/s;", printed("18"), re.MULTILINE)
     (other,) = re.findall(r"^rekindle, the file +(\d+)", printed("28"), re.MULTILINE)
-    assert 0.4 <= int(other) / int(measured) <= 2
+    assert 0.5 <= int(other) / int(measured) <= 2
 
 
 def closure(extra: str) -> set[str]:
