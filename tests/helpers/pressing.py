@@ -1,4 +1,4 @@
-"""What a page sends to a view's widget when somebody presses, marks or types, without a browser."""
+"""The messages that a page sends to a view's widget for presses, marks and typed text, without a browser."""
 
 from __future__ import annotations
 

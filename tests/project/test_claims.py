@@ -167,7 +167,7 @@ def test_one_page_does_not_show_a_fraction_of_the_speed_that_another_one_measure
 
 
 def test_the_real_model_is_as_fast_on_one_page_as_on_the_other() -> None:
-    """Page 28 draws twelve tokens at a time, of which the first waits for its prompt; page 18 draws many."""
+    """Page 28 times twelve tokens with their prompt, page 18 a longer text: the speeds are alike."""
     (measured,) = re.findall(r"^(\d+) tokens/s;", printed("18"), re.MULTILINE)
     (other,) = re.findall(r"^rekindle, the file +(\d+)", printed("28"), re.MULTILINE)
     assert 0.5 <= int(other) / int(measured) <= 2

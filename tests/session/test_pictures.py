@@ -84,7 +84,7 @@ async def test_a_chat_takes_figures_as_they_are(session: Session) -> None:
     drawn = pillow.open(stream).convert("RGB")
 
     class Grid:
-        """What seaborn returns for a table: no artist, but with a figure and its savefig."""
+        """A grid as seaborn returns it: no artist, but it has a figure and `savefig`."""
 
         def __init__(self) -> None:
             self.figure, self.savefig = figure, figure.savefig

@@ -89,7 +89,7 @@ def automata(count: int) -> Callable[[], object]:
 
 
 class Repeats:
-    """A vocabulary of 262,144 tokens, all of which are runs of one letter: each ends as many breakers begin."""
+    """A vocabulary of 262,144 tokens that are runs of one letter, so that each token could begin every breaker."""
 
     size, longest = 1 << 18, 16
 
