@@ -134,7 +134,7 @@ def test_an_interrupt_ends_it(start: Callable[[], GuardProcess], monkeypatch: py
     monkeypatch.setattr("rekindle._src.core.guarded.receive", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ask(guard, "0")
-    assert guard.ended, "its next answer would be that of another job"
+    assert guard.ended, "a late answer would be taken for the next job's"
 
 
 FORKED = """

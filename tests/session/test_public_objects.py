@@ -293,7 +293,7 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-LONG = {"tune": pytest.mark.thorough}  # it compiles a training, of which `test_tuning.py` shows what it gives
+LONG = {"tune": pytest.mark.thorough}  # compiles for seconds; `test_tuning.py` checks its result
 
 
 def cases(kind: type, recipes: dict[str, Recipe]) -> list[Any]:

@@ -54,8 +54,8 @@ from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, lo
 
 ROWS = 16  # of a tile
 DEPTH = 32  # inputs of a tile
-# Inputs of which weights are widened at a time: they stay in the first cache while rows pass by. Groups of 16,
-# 32 and 64 divide it; `is_faster` leaves larger ones to the other kernel.
+# Weights are widened for this many inputs at a time, so that they stay in the first cache. It is a multiple of 16, 32
+# and 64, the groups that this kernel takes; `is_faster` leaves larger ones to the other kernel.
 PANEL = 576
 CACHED = 1 << 21  # bytes of rows that are multiplied together: they stay in the second cache
 _TILE = ROWS * LINE  # bytes of a tile of rows, of weights, and of sums

@@ -26,7 +26,7 @@ MODULE_CALLED = (
 )
 TEXT_CALLED = "rekindle: texts of a reply are attributes. Write reply.text or reply.content, without ()"
 TEXT_PARTS = "rekindle: the content of a reply is its text. Write reply.content"
-JSON = "rekindle: a completion is no text. Write json.loads(done.text), or done.parsed after a call with schema=…"
+JSON = "rekindle: a completion is not a string. Write json.loads(done.text), or done.parsed after a call with schema=…"
 _CALLS = ("generate", "chat", "embed", "say")  # methods whose call is awaited
 _REPLIES = (*_CALLS, "generate_sync", "result_sync")  # methods whose result is an object of this package
 _TEXTS = ("text", "content", "reasoning")
@@ -95,7 +95,7 @@ def _of_module(name: str) -> str:
     from rekindle._src.core.foreign_calls import MODULE, of_module
 
     fix = of_module(name.removeprefix("rekindle.").partition(".")[0], ()) or f". {MODULE['load']}"
-    return f"rekindle: there is no module {name}{fix}"
+    return f"rekindle: no module is named {name}{fix}"
 
 
 def _of_text(error: BaseException) -> str:

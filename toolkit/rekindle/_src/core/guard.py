@@ -30,7 +30,7 @@ START_SECONDS = 60.0  # in which a process has started and made what its jobs ne
 class GuardLimits(NamedTuple):
     """Bounds of a guard, and how it is run."""
 
-    memory: int  # bytes in addition to those that it has once it is prepared, where that can be limited
+    memory: int  # bytes that jobs may allocate after the process has started, on systems that can limit it
     stack: int = 0  # bytes of the thread that does the jobs; 0: the system's own size
     gives_way: bool = False  # True: other processes come first
 
