@@ -259,3 +259,25 @@ def test_tensors_that_share_bytes_are_refused(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(16))
         with pytest.raises(CheckpointError, match=words):
             tensor_files.read_header(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(("bound", "most"), [("_MAX_HEADER", 1 << 16), ("MAX_VALUES", 3_000)])
+def test_the_files_of_a_model_share_the_bounds_of_one_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: str, most: int
+) -> None:
+    """One small file may have many names, as in the hub's cache, where they are links to it."""
+    folder = checkpoints.write(tmp_path / "model", RAW)
+    fields = {
+        f"tensor.{number}": {"dtype": "U8", "shape": [1], "data_offsets": [number, number + 1]} for number in range(100)
+    }
+    header = json.dumps(fields).encode()
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    first = folder / "model-0.safetensors"
+    first.write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
+    monkeypatch.setattr(tensor_files, bound, most)
+    assert len(tensor_files.read_headers([first, first])) == 2
+    for number in range(1, 40):
+        (folder / f"model-{number}.safetensors").hardlink_to(first)
+    with pytest.raises(CheckpointError, match=r"model-\d+\.safetensors.*(at most [\d,]+ are read|more than)"):
+        checkpoint.inspect(folder)

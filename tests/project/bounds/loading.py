@@ -11,11 +11,12 @@ from typing import Any
 
 from project.bounds.records import AUTHOR, MACHINE, OURS, SHOWN, SMALL, Bound, Other, within
 from rekindle._src.models.loading import tensor_files
-from rekindle._src.models.loading.gguf import header
+from rekindle._src.models.loading.gguf import files, header
 from rekindle._src.models.loading.stores import model_store
 from rekindle.errors import CheckpointError
 
 VALUES = tensor_files.MAX_VALUES
+SHARDS = 1024
 
 
 def file(content: bytes, name: str) -> Path:
@@ -97,6 +98,36 @@ def entries(count: int) -> Callable[[], object]:
     return gguf([], [entry(f"{name}{number:x}", [1], 0, 0) for number in range(count)])
 
 
+def linked(path: Path, names: list[str]) -> list[Path]:
+    """The names of a file, next to it."""
+    for name in names:
+        (path.parent / name).hardlink_to(path)
+    return [path.parent / name for name in names]
+
+
+def gguf_parts(count: int) -> Callable[[], object]:
+    """Parts that share the longest header, each with a text of its own."""
+    from helpers.gguf_files import pair, raw, text
+
+    letters = header.MAX_HEADER // files.MAX_PARTS - 200
+    content = raw(pairs=[pair("a", 8, text(b"a" * letters + "😀".encode()))], data=bytes(64))
+    path = file(content, "m.gguf")
+    parts = linked(path, [f"m-{number + 1:05d}-of-{count:05d}.gguf" for number in range(count)])
+    return quietly(lambda: header.read_headers(parts))
+
+
+def shards(count: int) -> Callable[[], object]:
+    """Files that share the most values, each with as many tensors of one byte."""
+    fields = {
+        f"{number:x}": {"dtype": "U8", "shape": [], "data_offsets": [number, number + 1]}
+        for number in range(VALUES // SHARDS // 9 - 8)
+    }
+    content = json.dumps(fields, separators=(",", ":")).encode()
+    path = file(len(content).to_bytes(8, "little") + content + bytes(len(fields)), "a.safetensors")
+    names = linked(path, [f"a{number}.safetensors" for number in range(count)])
+    return quietly(lambda: tensor_files.read_headers(names))
+
+
 def looks(count: int) -> Callable[[], object]:
     """A folder, looked at again and again."""
     folder = Path(tempfile.mkdtemp())
@@ -126,6 +157,10 @@ BOUNDS: list[Bound] = [
         most=VALUES, unit="a tensor of one byte", feed=tensors, count=VALUES // 4, seconds=10, mib=640,
     ),
     AUTHOR(
+        "models/loading/tensor_files.py: _MAX_HEADER, MAX_VALUES", counts="files of a checkpoint", most=SHARDS,
+        unit="a link to a file of many tensors", feed=shards, count=SHARDS // 4, seconds=10, mib=640,
+    ),
+    AUTHOR(
         "models/loading/gguf/header.py: MAX_TEXTS", counts="strings of an array", most=header.MAX_TEXTS,
         unit="an empty string", feed=strings, count=header.MAX_TEXTS // 8, seconds=3, mib=320,
     ),
@@ -143,6 +178,10 @@ BOUNDS: list[Bound] = [
         mib=384,
     ),
     AUTHOR(
+        "models/loading/gguf/files.py: MAX_PARTS", counts="parts of a GGUF model", most=files.MAX_PARTS,
+        unit="a link to a file with a long text", feed=gguf_parts, count=128, seconds=6, mib=2_304,
+    ),
+    AUTHOR(
         "models/loading/stores/model_store.py: MAX_LOOKS, MAX_ENTRIES, MAX_SCANNED", counts="entries of folders",
         most=model_store.MAX_LOOKS, unit="a file", feed=looks, count=model_store.MAX_LOOKS // 8, seconds=5, mib=128,
     ),
@@ -156,7 +195,6 @@ OTHERS: dict[str, dict[str, Other]] = {
         "MAX_LAYERS": MACHINE, "MAX_EXPERTS": MACHINE, "_MOST": MACHINE, "_MOST_ELSEWHERE": MACHINE,
     },
     "models/loading/gguf/architecture.py": {"_MOST": SMALL},
-    "models/loading/gguf/files.py": {"MAX_PARTS": within("tensors of a GGUF file: a header for each part")},
     "models/loading/gguf/header.py": {"_MAX_DIMENSIONS": SMALL},
     "models/loading/hub.py": {"MAX_DESCRIPTION": OURS},
     "models/loading/known_models.py": {"MOST": OURS},

@@ -170,6 +170,58 @@ def test_a_sparse_file_does_not_make_long_work_of_its_header(file: Path, monkeyp
         read_header(file)
 
 
+def parts_of(folder: Path, count: int, letters: int, *, tensors: bool = True) -> list[Path]:
+    """Parts with a text and, unless they are the names of one file, a tensor each."""
+    parts = [folder / f"m-{number + 1:05d}-of-{count:05d}.gguf" for number in range(count)]
+    for number, part in enumerate(parts):
+        own = [entry(f"blk.{number}.attn_q.weight", (4, 32), 8, 0)] if tensors else []
+        if tensors or not number:
+            part.write_bytes(
+                gguf_files.raw(pairs=[pair("t", STRING, text("a" * letters))], entries=own, data=bytes(136))
+            )
+        else:
+            part.hardlink_to(parts[0])
+    return parts
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_the_parts_of_a_model_share_the_bound_of_one_header(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensors: bool
+) -> None:
+    monkeypatch.setattr(headers, "MAX_HEADER", 1 << 20)
+    parts = parts_of(tmp_path, 4, 250_000, tensors=tensors)
+    assert len(headers.read_headers(parts[:3])) == 3
+    parts = parts_of(tmp_path, 9, 250_000, tensors=tensors)
+    with pytest.raises(CheckpointError, match=r"m-00005-of-00009.*the header is longer than"):
+        headers.read_headers(parts)
+
+
+@pytest.mark.parametrize("what", ["MAX_TENSORS", "MAX_KEYS"])
+def test_the_parts_of_a_model_share_the_bounds_on_tensors_and_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(headers, what, 3)
+    parts = parts_of(tmp_path, 4, 8)
+    assert len(headers.read_headers(parts[:3])) == 3
+    with pytest.raises(CheckpointError, match=r"m-00004-of-00004.*4 tensors and 4 keys"):
+        headers.read_headers(parts)
+
+
+def test_a_file_with_the_names_of_many_parts_is_read_twice_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, *others), read, seen = parts_of(tmp_path, 1, 8), headers.read_header, list[Path]()
+    for number in range(50):
+        others.append(tmp_path / f"link-{number}.gguf")
+        others[-1].hardlink_to(first)
+    monkeypatch.setattr(
+        headers, "read_header", lambda path, *most, **how: seen.append(path) or read(path, *most, **how)
+    )
+    with pytest.raises(CheckpointError, match=r"link-0.*blk\.0\.attn_q\.weight is in another part"):
+        headers.read_headers([first, *others])
+    assert len(seen) == 2
+
+
 GOOD = gguf_files.raw(
     pairs=[
         pair("a", U32, struct.pack("<I", 7)), pair("b", ARRAY, struct.pack("<IQ", STRING, 2) + text("xy") + text("z")),

@@ -189,12 +189,12 @@ def _reason(error: Exception, path: Path) -> str:
 def _facts(path: Path) -> ModelFacts:
     """Return the facts of a folder or a GGUF file, also of one that rekindle doesn't open."""
     if gguf_files.is_file(path):
-        headers = [gguf.read_header(file, outline=True) for file in _files(path)]
+        headers = gguf.read_headers(_files(path), outline=True)
         kinds = ((tensor.kind.name, tensor.nbytes) for header in headers for tensor in header.tensors)
         family = headers[0].metadata.text("general.architecture", "")
         return ModelFacts(_short(family), _most(kinds))
     raw = stored.read_config(path)
-    files = [tensor_files.read_header(file) for file in tensor_files.weight_files(path)]
+    files = tensor_files.read_headers(tensor_files.weight_files(path))
     kinds = ((entry.dtype, entry.nbytes) for header in files for entry in header.entries)
     model_type = stored.text_config(raw).get("model_type", "")
     precision = _quantization(raw.get("quantization_config")) or _most(kinds)

@@ -113,7 +113,7 @@ def _look(model: str | Path, projector: str | Path | None, *, drafts: bool, outl
         raise ConfigError("projector", str(projector), problem, "Leave it out")
     files = tensor_files.weight_files(path)
     raw = read_config(path)
-    headers = tuple(tensor_files.read_header(file) for file in files)
+    headers = tensor_files.read_headers(files)
     fingerprint = "" if outline else fingerprints.folder_fingerprint(raw, headers)
     if any(name in drafters.ARCHITECTURES for name in _architectures(raw)):
         from rekindle._src.models.drafters.stored import read_head  # other checkpoints don't need it

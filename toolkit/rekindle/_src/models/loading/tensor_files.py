@@ -157,15 +157,28 @@ def read_json(path: Path, kind: type[T], most: int) -> T:
     return content
 
 
-def _parsed(content: bytes) -> Any:
+def _parsed(content: bytes, most: int = MAX_VALUES) -> Any:
     """Return the value of a JSON text. Raise ValueError for more values than there may be, before they are made."""
-    if count_values(content, MAX_VALUES, MAX_VALUES).values > MAX_VALUES:
-        raise ValueError(f"it has more than {MAX_VALUES:,} values")
+    if count_values(content, most, most).values > most:
+        raise ValueError(f"it has more than {most:,} values")
     return json.loads(content)
 
 
-def read_header(path: Path, most: int = _MAX_HEADER) -> Header:
-    """Return the header of one file, of at most `most` bytes.
+def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
+    """Return the headers of a model's files. Bounds hold for all of them together, since one file may have many names.
+
+    Raise `CheckpointError` for a broken one.
+    """
+    headers, size, values = list[Header](), 0, 0
+    for path in paths:
+        headers.append(read_header(path, _MAX_HEADER - size, most_values=MAX_VALUES - values))
+        size += len(headers[-1].raw)
+        values += count_values(headers[-1].raw, MAX_VALUES, MAX_VALUES).values
+    return tuple(headers)
+
+
+def read_header(path: Path, most: int = _MAX_HEADER, *, most_values: int = MAX_VALUES) -> Header:
+    """Return the header of one file, of at most `most` bytes and `most_values` values.
 
     Raise `CheckpointError` if it is longer, truncated, inconsistent or of another format.
     """
@@ -186,7 +199,7 @@ def read_header(path: Path, most: int = _MAX_HEADER) -> Header:
     if not raw:
         raise broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
     try:
-        fields = _parsed(raw)
+        fields = _parsed(raw, most_values)
         metadata = fields.pop("__metadata__", None) or {}
         entries = tuple(_entry(path, name, value, 8 + length) for name, value in fields.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -400,6 +400,28 @@ def read_header(path: Path, most: int | None = None, *, outline: bool = False) -
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
 
 
+def read_headers(paths: Sequence[Path], *, outline: bool = False) -> list[GgufHeader]:
+    """Return the headers of a model's parts. Raise `CheckpointError` for two tensors of one name.
+
+    Bounds hold for all of them together, since one small file may have the names of all parts.
+    """
+    headers, names, bytes_left, keys_left = list[GgufHeader](), set[str](), MAX_HEADER, MAX_KEYS
+    for path in paths:
+        header = read_header(path, bytes_left, outline=outline)
+        bytes_left, keys_left = bytes_left - header.nbytes, keys_left - len(header.metadata)
+        again = next((tensor.name for tensor in header.tensors if tensor.name in names), None)
+        if again is not None:
+            raise CheckpointError(f"{path}: {again} is in another part, too. Download them again.")
+        names.update(tensor.name for tensor in header.tensors)
+        if len(names) > MAX_TENSORS or keys_left < 0:
+            raise CheckpointError(
+                f"{path}: with this part there are {len(names):,} tensors and {MAX_KEYS - keys_left:,} keys, and of a "
+                f"model at most {MAX_TENSORS:,} and {MAX_KEYS:,} are read. Download the parts again."
+            )
+        headers.append(header)
+    return headers
+
+
 def forget_headers() -> None:
     """Drop the cached headers: one with a vocabulary of 151,000 tokens has 25 MB."""
     if _read.cache_info().currsize:

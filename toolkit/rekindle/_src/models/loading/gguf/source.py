@@ -11,7 +11,7 @@ from rekindle._src.models import drafters
 from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
-from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
+from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_headers, stop_tokens
 from rekindle._src.models.loading.gguf.names import GgufPlace, in_block, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, TensorEntry
@@ -34,13 +34,8 @@ def look(path: Path, *, outline: bool = False) -> tuple[dict[str, Any], tuple[He
 
     An `outline` is read without vocabularies, so that its config has no tokens that end a text.
     """
-    headers = [read_header(file, outline=outline) for file in parts(path)]
-    tensors: dict[str, GgufTensor] = {}
-    for header in headers:
-        for tensor in header.tensors:
-            if tensor.name in tensors:
-                raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
-            tensors[tensor.name] = tensor
+    headers = read_headers(parts(path), outline=outline)
+    tensors = {tensor.name: tensor for header in headers for tensor in header.tensors}
     # The metadata is in the first part, and the ropes' tensors may be in any.
     first = _together(headers)
     raw = _without_tokens(first, tensors) if outline else config(first, tensors)
