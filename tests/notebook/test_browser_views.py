@@ -134,7 +134,7 @@ def show(page: Any, view: Mounted) -> None:
     if view.state is None:
         page.set_content(f"<!doctype html><body style='margin:0;font-family:sans-serif'>{view.html}")
     else:
-        page.evaluate(MOUNT, {"script": live._SCRIPT, "css": live._STYLE, "state": view.state})
+        page.evaluate(MOUNT, {"script": live.SCRIPT, "css": live.STYLE, "state": view.state})
 
 
 NAMES = ("stream", "chat", "reply", "tree", "dashboard", *shown.CELLS)

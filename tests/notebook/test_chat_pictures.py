@@ -90,9 +90,9 @@ def test_attached_pictures_stay_when_a_message_is_edited(view: ChatView) -> None
     view.send("What?")
     drop(view, TWO)
     view.edit()
-    assert [one.uri for one in view._attached.entries] == [ONE, TWO]
+    assert [one.uri for one in view.attachments.entries] == [ONE, TWO]
     view.switch(0)
-    assert [one.uri for one in view._attached.entries] == [TWO] and view.widget.value("say") == ""
+    assert [one.uri for one in view.attachments.entries] == [TWO] and view.widget.value("say") == ""
 
 
 def test_a_picture_alone_is_a_message(view: ChatView) -> None:

@@ -89,13 +89,13 @@ def test_a_button_drops_oldest_turns_until_the_message_has_room(view: ChatView) 
     label = next(control["label"] for control in view.widget.controls if control["name"] == "forget")
     assert label == "Drop the oldest turn and send"
     for _ in range(3):
-        if view._refused is None:
+        if view.refused is None:
             break
         before = len(view.messages)
         press(view, "forget")
-        eventually(lambda: view._refused is not None or (view.handle is not None and view.handle.done))
+        eventually(lambda: view.refused is not None or (view.handle is not None and view.handle.done))
         view._settle()
-        assert len(view.messages) < before or view._refused is None
+        assert len(view.messages) < before or view.refused is None
     assert view.handle is not None and view.answer
     assert view.messages[0] == {"role": "system", "content": "Be brief."}
     assert view.messages[-1] == {"role": "user", "content": fits}
@@ -146,7 +146,7 @@ def test_what_was_typed_meanwhile_stays_with_a_refused_message(view: ChatView, m
 
 def test_an_answer_that_fills_the_context_goes_on_once_a_turn_is_dropped(view: ChatView) -> None:
     answered(view, "a" * 100)
-    view._options["max_tokens"] = MOST
+    view.options["max_tokens"] = MOST
     answered(view, "b" * 60)
     eventually(lambda: f"the context of {MOST} tokens is full" in view.picture)
     assert not view.can_continue
@@ -159,7 +159,7 @@ def test_an_answer_that_fills_the_context_goes_on_once_a_turn_is_dropped(view: C
     assert [message["content"][:1] for message in view.messages] == ["B", "b"]
     prompt = view.handle.prompt
     assert prompt is not None and prompt.endswith(begun) and "aaa" not in prompt
-    view._options["max_tokens"] = 8
+    view.options["max_tokens"] = 8
     whole = view.answer_ids
     for earlier, at in enumerate((3, count, count + 5), 1):  # before, at and after the place where it went on
         view.fork(at, "XY", max_tokens=4)
@@ -171,7 +171,7 @@ def test_an_answer_that_fills_the_context_goes_on_once_a_turn_is_dropped(view: C
 
 
 def test_there_is_nothing_to_drop_while_the_only_turn_is_answered(view: ChatView) -> None:
-    view._options["max_tokens"] = MOST
+    view.options["max_tokens"] = MOST
     answered(view, "b" * 60)
     eventually(lambda: "is full" in view.picture)
     assert view.forget() == 0 and "forget" not in names(view) and len(view.messages) == 2
@@ -181,7 +181,7 @@ def test_another_failure_gives_the_message_back_too(view: ChatView, monkeypatch:
     def refused(*_: object, **__: object) -> Any:
         raise InvalidRequest("messages", "x", "is refused", "Say something else")
 
-    monkeypatch.setattr(view._session, "chat", refused)
+    monkeypatch.setattr(view.session, "chat", refused)
     say(view, "hello")
     assert "Say something else" in view.widget.note
     assert view.widget.value("say") == "hello" and roles(view) == ["system"]
@@ -190,7 +190,7 @@ def test_another_failure_gives_the_message_back_too(view: ChatView, monkeypatch:
 def test_a_draft_stays_when_another_text_is_sent(view: ChatView) -> None:
     view.widget.fill("say", "a draft")
     press(view, "suggest:1")
-    assert view.messages[-1]["content"] == view._suggestions[1] and view.widget.value("say") == "a draft"
+    assert view.messages[-1]["content"] == view.suggestions[1] and view.widget.value("say") == "a draft"
     view.send("from a cell")
     assert view.messages[-1]["content"] == "from a cell" and view.widget.value("say") == "a draft"
     press(view, "send")
@@ -243,7 +243,7 @@ def test_the_model_of_the_next_answer_is_chosen_among_open_sessions(view: ChatVi
         answered(view, "one")
         view.widget.fill("temperature", "0.3")
         choose(view, "other")
-        assert view._session is other and view.widget.value("model") == "other"
+        assert view.session is other and view.widget.value("model") == "other"
         assert view.widget.value("temperature") == "0.3", "a slider that was moved stays"
         answered(view, "two")
         assert other.stats().finished == 1 and session.stats().finished == 1
@@ -251,9 +251,9 @@ def test_the_model_of_the_next_answer_is_chosen_among_open_sessions(view: ChatVi
         choose(view, "no chats")
         assert "chat template" in view.widget.note and view.widget.value("model") == "other"
         choose(view, "nobody's")
-        assert view._session is other
+        assert view.session is other
         choose(view, "fake")
-    assert view._session is session and not view.ended
+    assert view.session is session and not view.ended
     view.refresh()
     assert "other" not in models(view)
 

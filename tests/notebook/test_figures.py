@@ -36,7 +36,7 @@ def recorded(figure: figures.Figure) -> Any:
 
 
 def test_the_script_needs_a_dom_alone() -> None:
-    code = re.sub(r"^\s*//.*$|\s// .*$", "", figures._SCRIPT, flags=re.MULTILINE)
+    code = re.sub(r"^\s*//.*$|\s// .*$", "", figures.SCRIPT, flags=re.MULTILINE)
     for foreign in (
         "import ",
         "import(",
@@ -50,7 +50,7 @@ def test_the_script_needs_a_dom_alone() -> None:
     ):
         assert foreign not in code, foreign
     assert set(re.findall(r"https?://[^\"]+", code)) == {"http://www.w3.org/2000/svg"}
-    assert "export" not in figures._PLAIN
+    assert "export" not in figures.PLAIN
     assert set(re.findall(r"\bmodel\.(\w+)", code)) == {"get"}  # nothing is asked of a kernel
 
 

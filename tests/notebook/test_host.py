@@ -17,7 +17,7 @@ import pytest
 
 from helpers.browsing import blank_page
 from helpers.sessions import opened
-from rekindle._src.notebook.live import _SCRIPT, _STYLE, Live
+from rekindle._src.notebook.live import SCRIPT, STYLE, Live
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 sync_api = pytest.importorskip("playwright.sync_api")
@@ -63,7 +63,7 @@ class Hosted:
             widget.observe(self._changed, name)
         page.expose_function("fromPage", widget.hear)
         state = {name: getattr(widget, name) for name in TRAITS}
-        page.evaluate("([script, style, state]) => show(script, style, state)", [_SCRIPT, _STYLE, state])
+        page.evaluate("([script, style, state]) => show(script, style, state)", [SCRIPT, STYLE, state])
 
     def _changed(self, change: Any) -> None:
         self._changes.put({change["name"]: change["new"]})

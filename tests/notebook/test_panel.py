@@ -14,7 +14,7 @@ from rekindle._src.notebook import live
 from rekindle._src.notebook.live import Panel, button, field, file
 from rekindle._src.views import style
 
-SCRIPT = live._SCRIPT
+SCRIPT = live.SCRIPT
 CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
 
 
@@ -28,13 +28,13 @@ def test_the_script_needs_nothing_but_the_model_and_a_dom() -> None:
 
 
 def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
-    bare = re.sub(r"@media \([^)]+\) ", "", live._STYLE)
+    bare = re.sub(r"@media \([^)]+\) ", "", live.STYLE)
     for rule in re.findall(r"^\{?\s*([^{}\n]+)\{", bare, flags=re.MULTILINE):
         assert all(selector.strip().startswith(".rekindle-") for selector in rule.split(",")), rule
-    rules = live._STYLE.removeprefix(style.SHEET)
-    assert rules != live._STYLE
+    rules = live.STYLE.removeprefix(style.SHEET)
+    assert rules != live.STYLE
     assert not re.search(r"#[0-9a-f]{3}|rgba?\(|hsla?\(", rules), "a colour is a token"
-    used = set(re.findall(r"var\(--rk-([\w-]+)\)", live._STYLE + SCRIPT))
+    used = set(re.findall(r"var\(--rk-([\w-]+)\)", live.STYLE + SCRIPT))
     assert used - {"series-"} <= set(style.VARIABLES)
 
 

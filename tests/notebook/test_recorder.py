@@ -79,7 +79,7 @@ def test_the_dashboard_agrees_with_the_completion() -> None:
     with opened(step_seconds=0.001) as session:
         view = session.watch()
         done = session.generate_sync("hello", max_tokens=490, ignore_eos=True)
-        rate = view._recorder.rate(60.0)
+        rate = view.recorder.rate(60.0)
         said = done.timings.decode_rate(len(done.token_ids))
         view.stop()
         view.join(60)

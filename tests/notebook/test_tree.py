@@ -15,7 +15,7 @@ from helpers.pressing import mark, press
 from helpers.sessions import CONFIG, engine_of, opened
 from rekindle import NodeView, Session
 from rekindle._src.core.prefix import Prefix
-from rekindle._src.views.icicle import _pieces, ago, icicle, rows, strength
+from rekindle._src.views.icicle import ago, icicle, rows, strength, text_lines
 from rekindle.errors import InvalidRequest
 
 SIZE = CONFIG.page_size
@@ -31,7 +31,7 @@ def session() -> Iterator[Session]:
 
 
 def bar(view: Any, text: str) -> int:
-    return next(index for index, node in enumerate(view._nodes) if node.text.startswith(text))
+    return next(index for index, node in enumerate(view.nodes) if node.text.startswith(text))
 
 
 def node(text: str = "x", *, depth: int = 0, start: int = 0, tokens: int = 8, **more: Any) -> NodeView:
@@ -100,13 +100,13 @@ def test_lines_of_a_bar_do_not_break_words(room: int) -> None:
     story = "Once upon a time there was an extraordinary dragon"
     words = story.split()
     for lines in (1, 2, 4, 12):
-        pieces = _pieces(story, room, lines, room)
+        pieces = text_lines(story, room, lines, room)
         assert len(pieces) <= lines and all(0 < len(piece) <= room for piece in pieces)
         shown = [word for piece in pieces for word in piece.split()]
         for word, whole in zip(shown, words, strict=False):
             assert word in (whole, f"{whole}…") or (len(whole) > room and word == f"{whole[: room - 1]}…"), pieces
-    assert " ".join(_pieces(story, 14, 12, 14)) == story
-    assert _pieces("あ" * 60, 14, 3, 14) == ["あ" * 14, "あ" * 14, "あ" * 13 + "…"], (
+    assert " ".join(text_lines(story, 14, 12, 14)) == story
+    assert text_lines("あ" * 60, 14, 3, 14) == ["あ" * 14, "あ" * 14, "あ" * 13 + "…"], (
         "a text without spaces ends anywhere"
     )
 
@@ -179,7 +179,7 @@ def test_what_a_typed_prompt_would_hit_is_marked(session: Session) -> None:
     assert f"the typed prompt hits {2 * SIZE} tokens here" in view.picture
     assert f"the typed prompt hits {SIZE} tokens here" in view.picture, "a part of the next bar"
     assert view.picture.count("the typed prompt hits") == 2 and f"{3 * SIZE} of " in view.widget.note
-    assert view._hits() == {bar(view, "aa"): 2 * SIZE, bar(view, "bb"): SIZE}
+    assert view.hits() == {bar(view, "aa"): 2 * SIZE, bar(view, "bb"): SIZE}
     view.widget.values = {"prompt": "zzz"}
     assert "the typed prompt" not in view.picture
     hit = session.cache.explain(half + "x")

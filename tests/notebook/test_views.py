@@ -122,14 +122,14 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     assert isinstance(view, Dashboard)
     session.generate_sync(["hello", "you"], max_tokens=12)
     eventually(lambda: "<rect" in view.picture)
-    rows = [row for seen in view._recorder.steps for row in seen.rows]
+    rows = [row for seen in view.recorder.steps for row in seen.rows]
     assert {kind for _, _, kind in rows} == {"prefill", "decode"}
-    assert sum(seen.sampled for seen in view._recorder.steps) >= 24
+    assert sum(seen.sampled for seen in view.recorder.steps) >= 24
     view.stop()
     view.join(60)
-    before = len(view._recorder.steps)
+    before = len(view.recorder.steps)
     session.generate_sync("hello", max_tokens=4)
-    assert len(view._recorder.steps) == before
+    assert len(view.recorder.steps) == before
     assert "held" in view._repr_mimebundle_()[0]["text/html"]
 
 

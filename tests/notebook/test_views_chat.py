@@ -109,7 +109,7 @@ def test_an_answer_that_repeats_itself_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nothing_goes_on_in_a_full_context(view: ChatView, slow: Session) -> None:
     most = slow.config.max_model_len
-    view._options["max_tokens"] = most
+    view.options["max_tokens"] = most
     view.send("h" * (most - 10))
     view.handle.result_sync()
     eventually(lambda: f"the context of {most:,} tokens is full" in view.picture)
@@ -244,7 +244,7 @@ def test_a_mark_can_be_taken_back(view: ChatView) -> None:
     press(view, "fork")  # its button is gone, but its message may be on the way
     mark(view, 700)
     assert view.handle is first
-    assert view._marked is None
+    assert view.marked is None
 
 
 def test_one_button_sends_or_stops(view: ChatView) -> None:
@@ -272,7 +272,7 @@ def test_what_is_edited_or_answered_again_stays_as_another_version(view: ChatVie
     view.handle.result_sync()
     assert "<span>2/2</span>" in view.draw()
     act(view, "earlier", 0)
-    assert [message["content"] for message in view._whole()] == ["hello", first, "more", second]
+    assert [message["content"] for message in view.whole()] == ["hello", first, "more", second]
     assert "<span>1/2</span>" in view.draw() and view.widget.value("say") == ""
     mark(view, 3)
     assert "fork" in names(view), "its tokens are still those of its request"
@@ -294,7 +294,7 @@ def test_an_earlier_answer_is_made_again_and_what_followed_stays(view: ChatView)
     for text in ("hello", "more"):
         view.send(text)
         view.handle.result_sync()
-    before = view._whole()
+    before = view.whole()
     act(view, "again", 1)
     assert len(view.messages) == 1
     eventually(lambda: view.answer != "")  # an answer without text is no version
@@ -302,7 +302,7 @@ def test_an_earlier_answer_is_made_again_and_what_followed_stays(view: ChatView)
     view.handle.result_sync()
     act(view, "earlier", 1)  # the one that the fork has left
     act(view, "earlier", 1)
-    assert view._whole() == before
+    assert view.whole() == before
 
 
 def test_a_fork_keeps_the_answer_that_it_leaves(view: ChatView) -> None:
@@ -321,10 +321,10 @@ def test_a_fork_keeps_the_answer_that_it_leaves(view: ChatView) -> None:
 def test_a_marked_token_shows_what_could_stand_there(view: ChatView, slow: Session) -> None:
     view.send("hello")
     view.handle.result_sync()
-    assert view._choices(7) == []
+    assert view.alternatives(7) == []
     mark(view, 7)
     eventually(lambda: 'data-row="use"' in view.picture)
-    found = view._choices(7)
+    found = view.alternatives(7)
     assert len(found) >= 5 and found[0].probability > found[4].probability
     act(view, "use", 1)
     assert view.widget.value("instead") == found[1].text
@@ -334,13 +334,13 @@ def test_a_marked_token_shows_what_could_stand_there(view: ChatView, slow: Sessi
 
 
 def test_an_answer_with_logprobs_knows_what_could_stand_there(slow: Session, view: ChatView) -> None:
-    view._options["logprobs"] = 3
+    view.options["logprobs"] = 3
     view.send("hello")
     view.handle.result_sync()
     mark(view, 7)
     chosen = slow.tokenizer.decode([view.answer_ids[7]])
     assert view._peek is None, "nothing is asked"
-    assert [one.text for one in view._choices(7) if one.chosen] == [chosen]
+    assert [one.text for one in view.alternatives(7) if one.chosen] == [chosen]
     assert view.draw().count('data-row="use"') in (3, 4)
 
 
@@ -372,13 +372,13 @@ def test_presets_move_the_sliders(view: ChatView) -> None:
     press(view, "settings")
     assert {"preset:precise", "preset:lively", "preset:as opened"} <= set(names(view))
     press(view, "preset:lively")
-    assert view._tuned() == {"temperature": 1.1, "top_p": 0.98}
+    assert view.tuned() == {"temperature": 1.1, "top_p": 0.98}
     on = [control["name"] for control in view.widget.controls if control.get("look") == "on"]
     assert on == ["preset:lively", "settings"]
     press(view, "preset:as opened")
-    assert view._tuned() == {}
+    assert view.tuned() == {}
     press(view, "preset:nothing")
-    assert view._tuned() == {}
+    assert view.tuned() == {}
 
 
 def test_suggestions_are_sent_when_they_are_pressed(view: ChatView, slow: Session) -> None:
@@ -387,7 +387,7 @@ def test_suggestions_are_sent_when_they_are_pressed(view: ChatView, slow: Sessio
     press(view, "suggest:x")
     assert view.messages == []
     press(view, "suggest:1")
-    assert view.messages[0]["content"] == view._suggestions[1]
+    assert view.messages[0]["content"] == view.suggestions[1]
     assert not any("suggest" in name for name in names(view))
     with pytest.raises(InvalidRequest, match="must be a list of messages"):
         slow.view.chat(suggestions="hello")
@@ -406,7 +406,7 @@ def test_errors_are_shown(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> No
     def refuse(*_: object, **__: object) -> None:
         raise QueueFull("no place")
 
-    monkeypatch.setattr(view._session, "chat", refuse)
+    monkeypatch.setattr(view.session, "chat", refuse)
     view.widget.fill("say", "hello")
     press(view, "send")
     assert "QueueFull: no place" in view.widget.note
@@ -422,13 +422,13 @@ def test_what_the_page_sends_is_not_trusted(view: ChatView) -> None:
 
 def test_settings_are_for_the_next_answer(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
-    chat = view._session.chat
+    chat = view.session.chat
 
     def spy(messages: list[dict[str, str]], **options: object) -> object:
         asked.append(options)
         return chat(messages, **options)
 
-    monkeypatch.setattr(view._session, "chat", spy)
+    monkeypatch.setattr(view.session, "chat", spy)
     view.send("hello")
     assert asked == [{"overflow": "drop", "max_tokens": 20}], "what was not moved is the caller's"
     press(view, "settings")
@@ -515,7 +515,7 @@ def test_reasoning_is_folded_and_calls_are_shown_as_calls() -> None:
             assert 'data-token="0"' in made.partition("tokens: click one")[2]
             assert made.index("<details") < made.index("They ask **why**") < made.index("<i>look</i>")
             assert 'aria-label="Call of weather"' in made and "&lt;Paris&gt;</code>" in made
-            completion = view._handle.so_far()
+            completion = view.handle.so_far()
             assert completion.usage.reasoning_tokens == len("They ask **why**")
             assert f"reasoning, {words.seconds(completion.timings.reasoning)}, 16 tokens" in made
             view.send("And now?")
@@ -539,12 +539,12 @@ def test_what_begins_as_a_call_and_is_none_is_marked() -> None:
         view = session.view.chat(max_tokens=400, tools=[tool("weather", city="string")])
         try:
             view.send("What is the weather?")
-            view._handle.result_sync()
+            view.handle.result_sync()
             made = view.draw().partition("tokens: click one")[0]
             mark = made.index('aria-label="not read as a call"')
             assert made.index("Let me see.") < mark < made.index("&lt;tool_call&gt;") < made.index("Done.")
             assert "Call of" not in made and made.count("not read as a call") == 2
-            reply = view._last.reply
+            reply = view.last_answer.reply
             assert reply.unread == (said[11 : said.index("\n\n")],) and reply.content == said
         finally:
             view.stop()
@@ -584,7 +584,7 @@ def test_reasoning_stays_reasoning_when_an_answer_goes_on() -> None:
             assert view.stopped == f"cut at {text.index('it')} tokens"
             view.continue_answer(max_tokens=100)
             view.handle.result_sync()
-            reply = view._last.reply
+            reply = view.last_answer.reply
             assert reply is not None
             assert (reply.reasoning, reply.content, view.answer) == ("so it is", "It is", text)
             assert "&lt;think" not in view.draw().partition("tokens: click one")[0]

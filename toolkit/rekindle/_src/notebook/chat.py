@@ -90,8 +90,8 @@ class ChatView(Live):
         suggestions = SUGGESTIONS if suggestions is None else suggestions
         if isinstance(suggestions, str) or not all(isinstance(one, str) and one for one in suggestions):
             raise InvalidRequest("suggestions", suggestions, "must be a list of messages", "Pass [text, …], or []")
-        self._suggestions = tuple(suggestions)
-        self._options, self._sessions = {"overflow": "drop", **options}, sessions
+        self.suggestions = tuple(suggestions)
+        self.options, self._sessions = {"overflow": "drop", **options}, sessions
         self._use(session)
         self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
@@ -113,8 +113,8 @@ class ChatView(Live):
                 f'session.view.chat(restore="{self.name}") goes on with the conversation.'
             )
         self.widget.values = {**self.widget.values, **self._settings, "model": self._model()}
-        self._last: LastAnswer | None = None  # the last answer, which is not in `messages` yet
-        self._refused: Refusal | None = None  # the last message was not answered, and is in the input line again
+        self.last_answer: LastAnswer | None = None  # the last answer, which is not in `messages` yet
+        self.refused: Refusal | None = None  # the last message was not answered, and is in the input line again
         self._settling = threading.RLock()  # the drawing thread and a press may both find a refusal
         self._edit: tuple[Draft, Draft] | None = None  # the next message before and after `edit`
         self._branches = Branches[LastAnswer]()
@@ -127,23 +127,23 @@ class ChatView(Live):
         # Of the drawing thread only: the shown request, the number of its shown deltas, and True once its end is shown.
         self._watched: RequestLike | None = None
         self._shown_deltas, self._over = 0, True
-        self._marked: int | None = None  # token to fork at
+        self.marked: int | None = None  # token to fork at
         self._changed = threading.Event()  # set after a message, a stop or a mark
         self.start()
 
     def _use(self, session: SessionLike) -> None:
         """Let a session answer from now on. Raise for options or a model that it can't answer with."""
-        drawn = {name: value for name, value in self._options.items() if name not in _OF_CHAT and value is not None}
+        drawn = {name: value for name, value in self.options.items() if name not in _OF_CHAT and value is not None}
         sampling = Sampling.of(session.chat_sampling, drawn)
-        session.chat([{"role": "user", "content": "…"}], **self._options)
-        self._session = session
-        self._attached = Attachments(session)
-        self.widget.files = self._attached.most_file
-        self._settings = settings.opened_with(sampling, self._options)
+        session.chat([{"role": "user", "content": "…"}], **self.options)
+        self.session = session
+        self.attachments = Attachments(session)
+        self.widget.files = self.attachments.most_file
+        self._settings = settings.opened_with(sampling, self.options)
 
     @property
     def ended(self) -> bool:
-        return super().ended or self._session.closed
+        return super().ended or self.session.closed
 
     @property
     def system(self) -> str:
@@ -158,47 +158,43 @@ class ChatView(Live):
 
     @property
     def answering(self) -> bool:
-        return self._handle is not None and not self._handle.done
-
-    @property
-    def _handle(self) -> RequestLike | None:
-        return None if self._last is None else self._last.handle
+        return self.handle is not None and not self.handle.done
 
     @property
     def handle(self) -> RequestLike | None:
         """The request of the last answer, or None."""
-        return self._handle
+        return None if self.last_answer is None else self.last_answer.handle
 
     @property
     def answer(self) -> str:
         """The last answer so far."""
-        return "" if self._last is None else self._last.text
+        return "" if self.last_answer is None else self.last_answer.text
 
     @property
     def answer_ids(self) -> tuple[int, ...]:
         """The token ids of the last answer so far."""
-        return () if self._last is None else self._last.token_ids
+        return () if self.last_answer is None else self.last_answer.token_ids
 
     @property
     def stopped(self) -> str:
         """The point where the last answer was cut or stopped, in words; empty if the model ended it or it runs."""
-        return stop_of(self._reason, len(self.answer_ids), self._session.config.max_model_len)
+        return stop_of(self._reason, len(self.answer_ids), self.session.config.max_model_len)
 
     @property
     def can_continue(self) -> bool:
         """True if the last answer was cut or stopped, and the context has room for more of it."""
-        made_room = self._last is not None and (self._drops or not self._last.follows) and self._full
+        made_room = self.last_answer is not None and (self._drops or not self.last_answer.follows) and self._full
         return self._reason in (FinishReason.ABORTED, FinishReason.LENGTH) or made_room
 
     @property
     def _drops(self) -> bool:
         """True if the prompt leaves out the oldest turns once the context is full."""
-        return self._options["overflow"] != "refuse" and self._droppable(turns_of(self.messages))
+        return self.options["overflow"] != "refuse" and self._droppable(turns_of(self.messages))
 
     @property
     def _full(self) -> bool:
         """True if the context ended the last answer, or left no room for the rest of it."""
-        last = self._last
+        last = self.last_answer
         return last is not None and (
             last.reason is FinishReason.CONTEXT or isinstance(last.handle.error, PromptTooLong)
         )
@@ -206,11 +202,11 @@ class ChatView(Live):
     @property
     def _reason(self) -> FinishReason | None:
         """The finish reason of the last answer; None if it failed, or has not ended."""
-        return None if self._last is None else self._last.reason
+        return None if self.last_answer is None else self.last_answer.reason
 
     def continue_answer(self, **options: object) -> None:
         """Continue an answer that was cut or stopped."""
-        last = self._last
+        last = self.last_answer
         if last is None or not self.can_continue:
             return
         if not self.answer_ids:
@@ -218,12 +214,12 @@ class ChatView(Live):
             return
         if self._full and self._drops:
             last = last._replace(follows=False)
-        merged = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned(), **options}
+        merged = {"max_tokens": self.options.get("max_tokens") or ANSWER_TOKENS, **self.tuned(), **options}
         if last.follows:
             rest = last.session.fork(last.handle, at=len(last.handle.token_ids), **merged)
-            self._last = last._replace(handle=rest, kept=tuple(last.pieces))
+            self.last_answer = last._replace(handle=rest, kept=tuple(last.pieces))
         else:
-            self._last = self._gone_on(last, last.pieces, merged)
+            self.last_answer = self._gone_on(last, last.pieces, merged)
         self._mark(None)
 
     def _gone_on(self, last: LastAnswer, pieces: Sequence[Piece], options: Mapping[str, Any]) -> LastAnswer:
@@ -234,10 +230,10 @@ class ChatView(Live):
             request = last.session.fork(last.origin, at=0, edit=ids[last.joined :], **options)
             return last._replace(handle=request, kept=tuple(pieces))
         beginning = [{"role": "assistant", "content": "".join(piece.text for piece in pieces)}] if pieces else []
-        more = {**self._options, **options, "continue_final_message": bool(beginning)}
-        request = self._session.chat([*self.messages, *beginning], **more)
+        more = {**self.options, **options, "continue_final_message": bool(beginning)}
+        request = self.session.chat([*self.messages, *beginning], **more)
         request.submit()
-        return LastAnswer(request, request, self._session, tuple(pieces), joined=len(ids))
+        return LastAnswer(request, request, self.session, tuple(pieces), joined=len(ids))
 
     def forget(self) -> int:
         """Drop the oldest whole turn, the first message and all before the next one. Return how many messages left.
@@ -249,19 +245,19 @@ class ChatView(Live):
         if not self._droppable(turns):
             return 0
         del self.messages[turns[0].start : turns[0].stop]
-        self._refused = None
-        if self._last is not None:
-            self._last = self._last._replace(follows=False)
+        self.refused = None
+        if self.last_answer is not None:
+            self.last_answer = self.last_answer._replace(follows=False)
         self._mark(None)
         return len(turns[0])
 
     def _droppable(self, turns: Sequence[range]) -> bool:
         """True if there is an older turn than the one that the last answer belongs to."""
-        return len(turns) > (self._last is not None)
+        return len(turns) > (self.last_answer is not None)
 
     def _make_room(self) -> None:
         """Drop the oldest turn and try again what had no room."""
-        refused = self._refused
+        refused = self.refused
         if not self.forget():
             return
         if refused is not None:
@@ -272,30 +268,30 @@ class ChatView(Live):
     def _settle(self) -> None:
         """Take a refused message back into the input line: the conversation is as it was before it."""
         with self._settling:
-            error = None if self._last is None else self._last.refusal
+            error = None if self.last_answer is None else self.last_answer.refusal
             if error is None:
                 return
-            self._last = None
+            self.last_answer = None
             if self.messages and self.messages[-1]["role"] == "user":
                 self._take_back(self.messages.pop()["content"])
-            self._refused = Refusal.of(error)
+            self.refused = Refusal.of(error)
 
     @property
     def _draft(self) -> Draft:
-        return Draft(self.widget.value("say"), self._attached.entries)
+        return Draft(self.widget.value("say"), self.attachments.entries)
 
     def _take_back(self, content: Any) -> None:
         """Put a message into the input line, before the text and the attachments that are there."""
         typed, attached = self._draft
-        said = self._attached.take_back(content)
-        self._attached.entries += attached
+        said = self.attachments.take_back(content)
+        self.attachments.entries += attached
         self.widget.fill("say", "\n".join(filter(None, (said, typed))))
 
     def _undo_edit(self) -> None:
         """Take the message of the last `edit` out of the input line, unless it was changed there."""
         edit, self._edit = self._edit, None
         if edit is not None and self._draft == edit[1]:
-            text, self._attached.entries = edit[0]
+            text, self.attachments.entries = edit[0]
             self.widget.fill("say", text)
 
     def send(self, text: str) -> None:
@@ -303,18 +299,18 @@ class ChatView(Live):
 
         Another text in the input line stays there.
         """
-        attached = self._attached.entries
+        attached = self.attachments.entries
         if text or attached:
             self._finish_answer()
-            self.messages.append({"role": "user", "content": self._attached.content(text)})
-            self._attached.entries, line = (), self.widget.value("say")
+            self.messages.append({"role": "user", "content": self.attachments.content(text)})
+            self.attachments.entries, line = (), self.widget.value("say")
             if line == text:
                 self.widget.fill("say", "")
             try:
                 self._answer()
             except BaseException:
                 self.messages.pop()  # it was not sent, so it stays in the input line
-                self._attached.entries = attached
+                self.attachments.entries = attached
                 self.widget.fill("say", line)
                 raise
             if line == text:
@@ -322,18 +318,18 @@ class ChatView(Live):
 
     def attach(self, picture: object) -> None:
         """Attach a picture, in any form that `session.chat` takes, to the next message."""
-        self._attached.add(picture, self._contents())
-        self._mark(self._marked)
+        self.attachments.add(picture, self._contents())
+        self._mark(self.marked)
 
     def detach(self) -> None:
         """Remove the pictures that are attached to the next message."""
-        self._attached.entries = ()
-        self._mark(self._marked)
+        self.attachments.entries = ()
+        self._mark(self.marked)
 
     def halt(self) -> None:
         """Stop the answer. Its text so far stays."""
-        if self._handle is not None:
-            self._handle.cancel()
+        if self.handle is not None:
+            self.handle.cancel()
 
     def again(self, at: int | None = None, **options: object) -> None:
         """Request another answer to the last message, with another seed if the temperature is above 0.
@@ -342,9 +338,9 @@ class ChatView(Live):
         follows it.
         """
         self._settle()
-        answers = self._handle is not None or (self.messages and self.messages[-1]["role"] == "assistant")
-        place = len(self._whole()) - bool(answers and self._said()) if at is None else at
-        if place and self._whole()[place - 1]["role"] == "user":
+        answers = self.handle is not None or (self.messages and self.messages[-1]["role"] == "assistant")
+        place = len(self.whole()) - bool(answers and self._said()) if at is None else at
+        if place and self.whole()[place - 1]["role"] == "user":
             self._cut(place)
             self._answer(**{"seed": None, **options})
 
@@ -368,38 +364,38 @@ class ChatView(Live):
     def switch(self, at: int, by: int = 1) -> None:
         """Show another version of the message at a place of `messages`: the next one, or the one `by` versions on."""
         self._settle()
-        whole = self._whole()
+        whole = self.whole()
         if not 0 <= at <= len(whole):
             return
         branch = self._branches.turned(whole[:at], whole[at] if at < len(whole) else None, by)
         if branch is None:
             return
         self._cut(at)
-        self._last = branch.answer
+        self.last_answer = branch.answer
         self.messages += map(dict, branch.messages[:-1] if branch.answer is not None else branch.messages)
         self._undo_edit()
         self._mark(None)
 
-    def _whole(self) -> list[Message]:
+    def whole(self) -> list[Message]:
         """Return the messages with the last answer so far."""
         said = self._said()
         return (
             [*self.messages, {"role": "assistant", "content": said}]
-            if self._handle is not None and said
+            if self.handle is not None and said
             else self.messages
         )
 
     def _said(self) -> str:
         """Return the text of the last answer."""
-        if self._handle is not None:
+        if self.handle is not None:
             return self.answer
         last = self.messages[-1] if self.messages else {"role": ""}
         return text_in(last["content"]) if last["role"] == "assistant" else ""
 
     def _cut(self, at: int) -> None:
         """End the conversation before the message at a place. What stands there from it on is kept as a branch."""
-        whole = self._whole()
-        answer = self._last if len(whole) > len(self.messages) else None
+        whole = self.whole()
+        answer = self.last_answer if len(whole) > len(self.messages) else None
         self._branches.keep(whole[:at], Branch(tuple(whole[at:]), answer))
         self.messages = self.messages[:at]
         self._drop()
@@ -409,7 +405,7 @@ class ChatView(Live):
 
         Without `edit`, the rest is sampled again with another seed; a greedy answer then repeats itself.
         """
-        last, length = self._last, len(self.answer_ids)
+        last, length = self.last_answer, len(self.answer_ids)
         if last is None:
             return
         if not 0 <= at <= length:
@@ -424,13 +420,13 @@ class ChatView(Live):
         budget = max(1, max(last.origin.sampling.max_tokens, length) - beginning)
         forked = self._gone_on(last, pieces, {"seed": None, "max_tokens": budget, **options})
         self._cut(len(self.messages))
-        self._last = forked
+        self.last_answer = forked
         self._mark(None)
 
     # Called from the page.
 
     def press(self, name: str) -> None:
-        marked = self._marked
+        marked = self.marked
         kind, _, choice = name.partition(":")
         if name in ("send", "say:enter"):
             self.send(self.widget.value("say"))
@@ -441,12 +437,12 @@ class ChatView(Live):
             self._mark(None)
         elif name == "settings":
             self._tuning = not self._tuning
-            self._mark(self._marked)
+            self._mark(self.marked)
         elif kind == "preset":
             self.widget.values = {**self.widget.values, **settings.presets(self._settings).get(choice, {})}
-            self._mark(self._marked)
+            self._mark(self.marked)
         elif kind == "suggest":
-            self.send(next(iter(self._suggestions[int(choice) :][:1]), "") if choice.isdecimal() else "")
+            self.send(next(iter(self.suggestions[int(choice) :][:1]), "") if choice.isdecimal() else "")
         elif name == "continue":
             self.continue_answer()
         elif name == "forget":
@@ -460,7 +456,7 @@ class ChatView(Live):
         if name == "edit":
             self.edit(at)
         elif name == "again":
-            if 0 < at < len(self._whole()):
+            if 0 < at < len(self.whole()):
                 self.again(at)
         elif name in ("earlier", "later"):
             self.switch(at, -1 if name == "earlier" else 1)
@@ -469,8 +465,8 @@ class ChatView(Live):
         elif name == "pick":
             self._picking = not self._picking
             self._mark(None)
-        elif name == "use" and self._marked is not None:
-            choices = self._choices(self._marked)
+        elif name == "use" and self.marked is not None:
+            choices = self.alternatives(self.marked)
             if 0 <= at < len(choices):
                 self.widget.fill("instead", choices[at].text)
 
@@ -480,14 +476,14 @@ class ChatView(Live):
     def file(self, value: Mapping[str, object]) -> None:
         if value.get("at") == 0:
             self.widget.note = ""  # what was wrong with one of several stays while the others come
-        self._attached.add_file(value, self._contents())
+        self.attachments.add_file(value, self._contents())
         self.widget.controls = self._controls()
         self.refresh()
 
     def _mark(self, index: int | None) -> None:
-        if index != self._marked:
+        if index != self.marked:
             self._ask(index)
-        self._marked = index
+        self.marked = index
         self.widget.fill("instead", "")
         self.widget.note = ""
         self.refresh()
@@ -498,7 +494,7 @@ class ChatView(Live):
         peek, self._peek = self._peek, None
         if peek is not None:
             peek.cancel()
-        last = self._last
+        last = self.last_answer
         if index is None or last is None or last.logprobs(index) is not None:
             return
         if not last.follows or index < last.joined:
@@ -513,9 +509,9 @@ class ChatView(Live):
     def _choose(self, name: str) -> None:
         """Let the open session of this name answer from now on."""
         session = self._models().get(name)
-        if session is None or session is self._session:
+        if session is None or session is self.session:
             return
-        moved = self._tuned()
+        moved = self.tuned()
         self._finish_answer()
         try:
             self._use(session)
@@ -530,18 +526,18 @@ class ChatView(Live):
         """Return the open sessions by the names of their models, with numbers where several have one."""
         opened = [session for session in self._sessions() if not session.closed]
         named: dict[str, SessionLike] = {}
-        for session in opened if self._session in opened else [self._session, *opened]:
+        for session in opened if self.session in opened else [self.session, *opened]:
             name = short_model(session.model)
             same = sum(short_model(one.model) == name for one in named.values())
             named[f"{name} ({same + 1})" if same else name] = session
         return named
 
     def _model(self) -> str:
-        return next(name for name, session in self._models().items() if session is self._session)
+        return next(name for name, session in self._models().items() if session is self.session)
 
-    def _choices(self, index: int) -> list[bubbles.Alternative]:
+    def alternatives(self, index: int) -> list[bubbles.Alternative]:
         """Return the alternatives at a token of the last answer, the likeliest first."""
-        last = self._last
+        last = self.last_answer
         if last is None:
             return []
         found = last.logprobs(index)
@@ -560,26 +556,26 @@ class ChatView(Live):
     def _controls(self) -> list[Control]:
         start = [
             button(f"suggest:{place}", text, group="start")
-            for place, text in enumerate(self._suggestions)
-            if not self.messages and self._handle is None
+            for place, text in enumerate(self.suggestions)
+            if not self.messages and self.handle is None
         ]
         tune = button(
             "settings", "Settings", title="System prompt and sampling, for the next answer", group="say",
             look="on" if self._tuning else "quiet",
         )  # fmt: skip
-        fork = () if self._marked is None else _FORK
+        fork = () if self.marked is None else _FORK
         drawer = settings.controls(self.widget.values, self._settings) if self._tuning else []
         models = list(self._models())
         if models != self._listed:  # a session's name may have another number
             self._listed = models
             self.widget.fill("model", self._model())
         several = [choice("model", "Model", models, title="Who answers from now on", group="say")]
-        room = () if self._refused is None or not self._refused.too_long else (_RESEND,)
+        room = () if self.refused is None or not self.refused.too_long else (_RESEND,)
         room = (_PROCEED,) if self._full else room
-        room = room if self._options["overflow"] == "refuse" else ()
+        room = room if self.options["overflow"] == "refuse" else ()
         room = room if self._droppable(turns_of(self.messages)) else ()
         return [
-            *start, *fork, *room, *drawer, _SAY, *self._attached.controls, tune,
+            *start, *fork, *room, *drawer, _SAY, *self.attachments.controls, tune,
             *(several if len(models) > 1 else ()), _HALT if self.answering else _SEND,
         ]  # fmt: skip
 
@@ -591,32 +587,33 @@ class ChatView(Live):
     def _answer(self, **options: Any) -> None:
         if (system := self.widget.value("system")) != self._settings["system"]:
             self._settings["system"] = self.system = system
-        call = self._session.chat(self.messages, **{**self._options, **self._tuned(), **options})
+        call = self.session.chat(self.messages, **{**self.options, **self.tuned(), **options})
         call.submit()
-        self._refused = None
-        self._last = LastAnswer(call, call, self._session)
+        self.refused = None
+        self.last_answer = LastAnswer(call, call, self.session)
         self._mark(None)
 
-    def _tuned(self) -> dict[str, float]:
+    def tuned(self) -> dict[str, float]:
+        """Return the sampling options that were moved in the settings."""
         return settings.tuned(self.widget.values, self._settings)
 
     def _finish_answer(self) -> None:
         """Stop the answer, and add its text so far to the messages."""
         self._settle()
-        if self._last is not None:
-            self._last.handle.cancel()
-            if (reply := self._last.reply) is not None:
-                self._replies[self.answer] = reply, self._last.figures
+        if self.last_answer is not None:
+            self.last_answer.handle.cancel()
+            if (reply := self.last_answer.reply) is not None:
+                self._replies[self.answer] = reply, self.last_answer.figures
             self._facts[self.answer] = self._quiet()
             self.messages.append({"role": "assistant", "content": self.answer})
         self._drop()
 
     def _drop(self) -> None:
-        if self._last is not None:
-            self._last.handle.cancel()
-        self._last = None
+        if self.last_answer is not None:
+            self.last_answer.handle.cancel()
+        self.last_answer = None
         self._picking = False
-        self._refused = None
+        self.refused = None
         self._mark(None)
 
     # Outliving the kernel.
@@ -627,10 +624,10 @@ class ChatView(Live):
             messages = [dict(message) for message in self.messages]
             # Sending has two steps: the answer is added to the messages, and then its request is dropped.
             said = messages and messages[-1]["role"] != "assistant"
-            if self._handle is not None and (answer := self.answer) and said:
+            if self.handle is not None and (answer := self.answer) and said:
                 messages.append({"role": "assistant", "content": answer})
             if self._keeps and messages != self._written and any(message["role"] == "user" for message in messages):
-                self._keeps = self._transcripts.save(self.name, self._session.model, messages)
+                self._keeps = self._transcripts.save(self.name, self.session.model, messages)
                 self._written = messages
 
     def epitaph(self) -> str:
@@ -640,7 +637,7 @@ class ChatView(Live):
 
     def wait(self) -> None:
         """Block until there is more of the answer. After its end, return twice a second."""
-        handle = self._handle
+        handle = self.handle
         if handle is not self._watched:
             self._watched, self._shown_deltas, self._over = handle, 0, handle is None
         if handle is None or self._over:
@@ -675,7 +672,7 @@ class ChatView(Live):
 
     def _quiet(self) -> tuple[str, ...]:
         """Return the line below the last answer: the model, its speed, why it ended."""
-        last = self._last
+        last = self.last_answer
         if last is None or not last.handle.done:
             return ()
         handle, ids = last.handle, last.token_ids
@@ -687,12 +684,12 @@ class ChatView(Live):
 
     def _drawn_answer(self, whole: list[Message]) -> Iterator[str]:
         """Yield the last answer, its error, and the alternatives at its marked token."""
-        last, at = self._last, len(self.messages)
+        last, at = self.last_answer, len(self.messages)
         if last is None:
             return
         handle, pieces = last.handle, [(piece.text, len(piece.token_ids)) for piece in last.pieces]
         body = bubbles.answer(
-            pieces, marked=self._marked, complete=handle.done, picking=self._picking, reply=last.reply,
+            pieces, marked=self.marked, complete=handle.done, picking=self._picking, reply=last.reply,
             figures=last.figures, key=f"reasoning {at}",
         )  # fmt: skip
         actions: tuple[bubbles.Action, ...] = ()
@@ -708,7 +705,7 @@ class ChatView(Live):
             yield html.line(f"the answer {found}", "Stop ends it")
         if self._full and not self.ended:
             yield html.line("Edit takes the last message back")
-        if self._picking and self._marked is None:
+        if self._picking and self.marked is None:
             yield html.line("Click a token to write something else there, and go on from it")
 
     def _place(self, whole: Sequence[Message], at: int) -> Place:
@@ -720,29 +717,29 @@ class ChatView(Live):
         first = next((text_in(one["content"]) for one in self.messages if one["role"] == "user"), "")
         hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
         kept = html.with_hint(f'kept as "{self.name}"', hint) if self._keeps and self.messages else ""
-        return bubbles.head(" ".join(first.split()) or "New chat", short_model(self._session.model), kept)
+        return bubbles.head(" ".join(first.split()) or "New chat", short_model(self.session.model), kept)
 
     def draw(self) -> str:
         self._settle()
         said = [(message["role"], message["content"]) for message in self.messages]
-        room, whole = rooms([content for _, content in said]), self._whole()
+        room, whole = rooms([content for _, content in said]), self.whole()
         rows = [
             self._bubble(index, *message, room[index], self._place(whole, index)) for index, message in enumerate(said)
         ]
         del self._bubbles[len(rows) :]
         rows += self._drawn_answer(whole)
-        if self._branches and self._handle is None:
+        if self._branches and self.handle is None:
             rows.append(bubbles.lost(len(whole), self._branches.place(whole, None)))
-        if attached := self._attached.draw():
+        if attached := self.attachments.draw():
             rows.append(attached)
         if not self.ended and (controls := self._controls()) != self.widget.controls:
             self.widget.controls = controls  # an answer began or ended, or a session did
-        if self._refused is not None and not self.ended:
-            rows.append(html.line(self._refused.problem, "It is in the input line again"))
+        if self.refused is not None and not self.ended:
+            rows.append(html.line(self.refused.problem, "It is in the input line again"))
         head = self._head()
         if not rows:
             return html.Markup(f"{head}{html.line('Nothing was said yet')}")
-        if self._marked is not None and (choices := self._choices(self._marked)):
+        if self.marked is not None and (choices := self.alternatives(self.marked)):
             rows.append(bubbles.choices(choices))  # next to the field for what should come there instead
         look = f'role="log" aria-label="Conversation" aria-busy="{str(self.answering).lower()}"'
         return html.Markup(f'{head}<div {look} style="max-width:52em">{"".join(rows)}</div>')

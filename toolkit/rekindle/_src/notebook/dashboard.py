@@ -48,12 +48,12 @@ class Dashboard(Live):
     def __init__(self, session: SessionLike, steps_of: Observable, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session, self._steps = session, steps_of
-        self._recorder = Recorder(steps)
+        self.recorder = Recorder(steps)
         self._timeline = TimelinePicture(session.config.max_requests, steps)
         self._newest: StepRecord | None = None  # the latest step in the timeline
         self._last = ""
         self._seen: Any = None
-        steps_of.observe(self._recorder)
+        steps_of.observe(self.recorder)
         self.start()
 
     @property
@@ -64,11 +64,11 @@ class Dashboard(Live):
         super().stop()
         if not self._session.closed:
             with contextlib.suppress(RekindleError, ValueError):
-                self._steps.unobserve(self._recorder)
+                self._steps.unobserve(self.recorder)
 
     def recorded(self) -> Figure:
         """Return the steps that it has seen, the last 240 at most, as a figure of the run in time to scrub through."""
-        return figure_of_run(tuple(self._recorder.steps))
+        return figure_of_run(tuple(self.recorder.steps))
 
     def draw(self) -> str:
         try:
@@ -76,7 +76,7 @@ class Dashboard(Live):
         except RekindleError:  # the session was closed: the last picture stays
             return self._last
         self._take()
-        state = figures, self._newest, self._recorder.rate()
+        state = figures, self._newest, self.recorder.rate()
         if state == self._seen:  # an idle session costs two calls a second on its loop
             return self._last
         self._seen = state
@@ -106,16 +106,16 @@ class Dashboard(Live):
     def _load(self, figures: Mapping[str, Any]) -> list[str]:
         """Return the current load or, at rest, the work so far."""
         running, waiting = figures.get("running", 0), figures.get("waiting", 0)
-        slowest = self._recorder.slowest()
+        slowest = self.recorder.slowest()
         speed = f"{slowest * 1e3:.0f} ms between tokens (p99)" if slowest else ""
         if running or waiting:
-            return [f"{self._recorder.rate():,.0f} tokens/s", f"{running} running", f"{waiting} waiting", speed]
+            return [f"{self.recorder.rate():,.0f} tokens/s", f"{running} running", f"{waiting} waiting", speed]
         finished, generated = figures.get("finished", 0), figures.get("generated_tokens", 0)
         return ["at rest", f"{words.count(finished, 'request')} finished", words.count(generated, "token"), speed]
 
     def _take(self) -> None:
         """Give the timeline the steps since the last picture."""
-        new_steps = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self._recorder.steps))))
+        new_steps = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self.recorder.steps))))
         for step in reversed(new_steps):
             self._timeline.add(step)
         self._newest = new_steps[0] if new_steps else self._newest

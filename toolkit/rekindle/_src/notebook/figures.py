@@ -23,9 +23,9 @@ from rekindle._src.views import html, style
 from rekindle.errors import InvalidRequest
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "figures.js"))
-_STYLE = style.SHEET + (_STATIC / "controls.css").read_text()
-_PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
+SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "figures.js"))
+STYLE = style.SHEET + (_STATIC / "controls.css").read_text()
+PLAIN = SCRIPT.partition("\nexport default")[0]  # without what makes it a module
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 _LEAST = 2e-3  # the smallest probability whose bar can be seen
@@ -73,8 +73,8 @@ class StepRecord(NamedTuple):
 
 
 class FigureWidget(anywidget.AnyWidget):
-    _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
-    _css = traitlets.Unicode(_STYLE).tag(sync=True)
+    _esm = traitlets.Unicode(SCRIPT).tag(sync=True)
+    _css = traitlets.Unicode(STYLE).tag(sync=True)
     kind = traitlets.Unicode().tag(sync=True)
     data: Any = traitlets.Dict().tag(sync=True)
 
@@ -105,8 +105,8 @@ class Figure:
         needs = "An interactive figure: it needs a page that runs scripts."
         line = self.still or html.line(f"{self.summary}. {needs}")
         call = f"mount(document.getElementById({json.dumps(name)}), {json.dumps(self.kind)}, {data});"
-        looks = f"<style>{_STYLE}</style>"
-        return f'{looks}<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
+        looks = f"<style>{STYLE}</style>"
+        return f'{looks}<div id="{name}">{line}</div><script>(() => {{\n{PLAIN}\n{call}\n}})();</script>'
 
 
 def steps(reports: Iterable[ReportLike | None]) -> Figure:

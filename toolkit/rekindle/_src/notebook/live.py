@@ -157,8 +157,8 @@ class SessionLike(Protocol):
 
 
 _STATIC = Path(__file__).parent / "static"
-_SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "fields.js", "panel.js"))
-_STYLE = style.SHEET + "".join((_STATIC / name).read_text() for name in ("controls.css", "panel.css"))
+SCRIPT = "".join((_STATIC / name).read_text() for name in ("pieces.js", "fields.js", "panel.js"))
+STYLE = style.SHEET + "".join((_STATIC / name).read_text() for name in ("controls.css", "panel.css"))
 Control = dict[str, Any]
 # Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
 # and in the notebook server, all on cores that the engine uses.
@@ -242,8 +242,8 @@ class Panel(anywidget.AnyWidget):
     with its place as the value, "token" when a token is clicked, "file" for each file dropped, pasted or chosen.
     """
 
-    _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
-    _css = traitlets.Unicode(_STYLE).tag(sync=True)
+    _esm = traitlets.Unicode(SCRIPT).tag(sync=True)
+    _css = traitlets.Unicode(STYLE).tag(sync=True)
     html = traitlets.Unicode().tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     controls: Any = traitlets.List().tag(sync=True)

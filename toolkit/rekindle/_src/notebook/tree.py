@@ -23,7 +23,7 @@ class TreeView(Live):
     def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
         super().__init__(*_CONTROLS)
         self._cache, self._model, self._limit, self._restored = cache, model, limit, restored
-        self._nodes: tuple[NodeLike, ...] = ()
+        self.nodes: tuple[NodeLike, ...] = ()
         self._marked: NodeLike | None = None
         self._text = ""  # of the marked node
         self._hit: PrefixLike | None = None  # what the typed prompt would hit
@@ -52,20 +52,20 @@ class TreeView(Live):
     def _keys(hit: PrefixLike | None) -> tuple[int, ...]:
         return () if hit is None else hit.keys
 
-    def _hits(self) -> dict[int, int]:
+    def hits(self) -> dict[int, int]:
         """Return how many tokens of each bar the typed prompt would hit."""
         hit, keys = self._hit, frozenset(self._keys(self._hit))
         return {
             place: min(node.tokens, hit.cached_tokens - node.start)
-            for place, node in enumerate(self._nodes)
+            for place, node in enumerate(self.nodes)
             if hit is not None and node.first_key in keys
         }
 
     def token(self, index: int) -> None:
         """Mark a bar and show its text; the same one again is no longer marked."""
-        if not 0 <= index < len(self._nodes):
+        if not 0 <= index < len(self.nodes):
             return
-        pressed = self._nodes[index]
+        pressed = self.nodes[index]
         again = self._marked is not None and self._marked.key == pressed.key
         self._mark(None if again else pressed)
         self.refresh()
@@ -109,19 +109,19 @@ class TreeView(Live):
     def draw(self) -> str:
         stats = self._cache.stats()
         tree = self._cache.tree(limit=self._limit, restored=self._restored)
-        self._nodes = tuple(tree.nodes)
-        keys = [node.key for node in self._nodes]
+        self.nodes = tuple(tree.nodes)
+        keys = [node.key for node in self.nodes]
         marked = None
         if self._marked is not None and self._marked.key in keys:
             marked = keys.index(self._marked.key)
-            self._marked = self._nodes[marked]
+            self._marked = self.nodes[marked]
         return html.block(
             summary({"tokens kept": tree.total_pages * stats.page_size}, stats),
             _READ if tree.total_pages else "",
-            icicle(self._nodes, pressed=True, marked=marked, hits=self._hits()),
-            "" if marked is None else _detail(self._nodes[marked], self._text),
+            icicle(self.nodes, pressed=True, marked=marked, hits=self.hits()),
+            "" if marked is None else _detail(self.nodes[marked], self._text),
             *map(html.line, tree.rest()),
-            rows(self._nodes),
+            rows(self.nodes),
             title="Prefix cache",
         )
 

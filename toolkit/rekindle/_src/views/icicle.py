@@ -172,7 +172,7 @@ def _written(node: RunLike, x: float, y: float, width: float, height: float) -> 
     room, lines = int((width - 10) / LETTER), max(1, int((height - 4) / SPACING))
     look: dict[str, Any] = {"size": 10.5, "style": "pointer-events:none"}  # the pointer means the bar
     last = room - len(marks) - 2 * bool(marks) if len(marks) <= room else room
-    pieces = _pieces(node.text, room, lines, last)
+    pieces = text_lines(node.text, room, lines, last)
     top = y + (height - SPACING * lines) / 2 + 9.5
     for at, piece in enumerate(pieces):
         yield svg.words(x + 5, top + SPACING * at, piece, **look)
@@ -180,7 +180,7 @@ def _written(node: RunLike, x: float, y: float, width: float, height: float) -> 
         yield svg.words(x + width - 5, top + SPACING * (lines - 1), marks, anchor="end", **look)
 
 
-def _pieces(text: str, room: int, lines: int, last: int) -> list[str]:
+def text_lines(text: str, room: int, lines: int, last: int) -> list[str]:
     """Return the beginning of a text in lines of `room` characters; the last of them has room for `last`.
 
     Words stay whole. One that is longer than a line ends in an ellipsis, and so does the last line of a longer text.
