@@ -75,13 +75,13 @@ async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_
     monkeypatch.setattr(structures, "PATIENCE", 2.0)
     grammars = GRAMMARS.of(front_of(session))
     assert grammars is not None
-    goes, compile_it = threading.Event(), grammars._compile
+    goes, compile_it = threading.Event(), grammars.compilers.compile
 
     def compile(spec: Any, text: str) -> Any:
         assert spec.kind != "regex" or goes.wait(60)
         return compile_it(spec, text)
 
-    monkeypatch.setattr(grammars._compilers, "_compile", compile)
+    monkeypatch.setattr(grammars.compilers, "compile", compile)
     async with await session.serve() as server:
         with ThreadPoolExecutor(64) as callers:
             try:
@@ -89,7 +89,7 @@ async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_
                     callers.submit(answer, server, structured_outputs={"regex": f"[0-9]{{{count}}}"})
                     for count in range(1, 61)
                 ]
-                eventually(lambda: len(grammars._compilers._others.jobs) >= 50, 60)
+                eventually(lambda: len(grammars.compilers.others.jobs) >= 50, 60)
                 plain = [answer(server)[0] for _ in range(5)]
                 simple = answer(server, {"type": "array", "items": {"type": "null"}, "maxItems": 1})[0]
                 assert plain == [200] * 5 and simple == 200
@@ -111,20 +111,20 @@ async def test_compilers_are_shared_between_keys_whatever_their_salts(
     """Twenty grammars of one key wait, each with a salt of its own; that of another key comes after those at work."""
     grammars = GRAMMARS.of(front_of(session))
     assert grammars is not None
-    goes, order, compile_it, take = threading.Event(), list[str](), grammars._compile, grammars._compilers._next
+    goes, order, compile_it, take = threading.Event(), list[str](), grammars.compilers.compile, grammars.compilers.next_job
 
     def compile(spec: Any, text: str) -> Any:
         assert goes.wait(60)
         return compile_it(spec, text)
 
     def take_and_note(lane: Any) -> Any:
-        with grammars._compilers._changed:  # so that they are noted in the order in which they are taken
+        with grammars.compilers._changed:  # so that they are noted in the order in which they are taken
             job = take(lane)
             order.extend([] if job is None else [job.spec.text])
             return job
 
-    monkeypatch.setattr(grammars._compilers, "_compile", compile)
-    monkeypatch.setattr(grammars._compilers, "_next", take_and_note)
+    monkeypatch.setattr(grammars.compilers, "compile", compile)
+    monkeypatch.setattr(grammars.compilers, "next_job", take_and_note)
     async with await session.serve(api_key=["many", "one"]) as server:
         with ThreadPoolExecutor(24) as callers:
             try:
@@ -133,9 +133,9 @@ async def test_compilers_are_shared_between_keys_whatever_their_salts(
                                    structured_outputs={"regex": f"[0-9]{{{count}}}"})
                     for count in range(1, 21)
                 ]  # fmt: skip
-                eventually(lambda: len(order) == 2 and len(grammars._compilers._others.jobs) == 18, 60)
+                eventually(lambda: len(order) == 2 and len(grammars.compilers.others.jobs) == 18, 60)
                 several.append(callers.submit(answer, server, key="one", structured_outputs={"regex": "[a-b]"}))
-                eventually(lambda: len(grammars._compilers._others.jobs) == 19, 60)
+                eventually(lambda: len(grammars.compilers.others.jobs) == 19, 60)
             finally:
                 goes.set()
             assert [one.result()[0] for one in several] == [200] * 21

@@ -30,13 +30,13 @@ SLOW = {"type": "string", "allOf": [{"pattern": f"a{index}.*b"} for index in ran
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every grammar takes half a second more."""
-    text_of = Compilers._text_after_trial
+    text_of = Compilers.text_after_trial
 
     def tried(self: Compilers[Any], *arguments: Any) -> str:
         time.sleep(0.5)
         return text_of(self, *arguments)
 
-    monkeypatch.setattr(Compilers, "_text_after_trial", tried)
+    monkeypatch.setattr(Compilers, "text_after_trial", tried)
 
 
 @anyio_test
@@ -51,13 +51,13 @@ async def test_texts_follow_their_grammars_beside_others(session: Session) -> No
 
 @anyio_test
 async def test_others_do_not_wait_while_a_grammar_compiles(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    text_of, compiled = Compilers._text_after_trial, threading.Event()
+    text_of, compiled = Compilers.text_after_trial, threading.Event()
 
     def tried(self: Compilers[Any], *arguments: Any) -> str:
         assert compiled.wait(60), "the other request waits"
         return text_of(self, *arguments)
 
-    monkeypatch.setattr(Compilers, "_text_after_trial", tried)
+    monkeypatch.setattr(Compilers, "text_after_trial", tried)
     guided = session.submit("x", regex="[0-9]{4}")
     await session.generate("hello", max_tokens=5)
     assert not compiled.is_set()
@@ -95,14 +95,14 @@ async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
 async def test_a_request_can_be_cancelled_while_its_grammar_compiles(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text_of, begun, compiled = Compilers._text_after_trial, threading.Event(), threading.Event()
+    text_of, begun, compiled = Compilers.text_after_trial, threading.Event(), threading.Event()
 
     def tried(self: Compilers[Any], *arguments: Any) -> str:
         begun.set()
         assert compiled.wait(60)
         return text_of(self, *arguments)
 
-    monkeypatch.setattr(Compilers, "_text_after_trial", tried)
+    monkeypatch.setattr(Compilers, "text_after_trial", tried)
     handle = session.submit("x", regex="[0-9]{4}")
     assert await anyio.to_thread.run_sync(begun.wait, 60)
     handle.cancel()

@@ -229,7 +229,7 @@ class Week:
             nodes=len(scheduler.cache),
             host=cache.host.bytes if cache.host is not None else 0,
             programs=stats.compilations,
-            grammars=len(grammars._grammars),
+            grammars=len(grammars.kept),
             grammar_bytes=grammars.kept_bytes,
             evicted=cache.evicted_pages,
         )

@@ -52,8 +52,8 @@ class RandomText:
 @pytest.fixture
 def measures_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure an automaton at each token, not after so many seconds of a processor."""
-    monkeypatch.setattr(automata, "_PACE", -1.0)
-    monkeypatch.setattr(automata, "_SHARE", 0)
+    monkeypatch.setattr(automata, "PACE", -1.0)
+    monkeypatch.setattr(automata, "SHARE", 0)
 
 
 def test_a_grammar_with_all_its_states_fails_no_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,9 +75,9 @@ def test_a_large_automaton_is_kept_for_no_later_request(monkeypatch: pytest.Monk
     small = made.kept_bytes
     assert not text.write(30) and small <= made.kept_bytes < 4 << 20, "it is kept, and its growth counted"
     assert not text.write(170) and not made.kept_bytes, "texts that follow it go on"
-    assert made._automata.nbytes > 4 << 20, "and it counts until they have ended"
+    assert made.automata.nbytes > 4 << 20, "and it counts until they have ended"
     del text
-    assert made._automata.nbytes == 0
+    assert made.automata.nbytes == 0
     assert not RandomText(guide(made, regex=GROWING)).write(5) and made.compiled == 2
 
 
@@ -91,14 +91,14 @@ def test_automata_have_one_bound_and_the_largest_one_s_text_fails(monkeypatch: p
     problems: list[str] = []
     while len(problems) < 2:
         for number, text in [*growing.items()]:
-            before = {other: one.guide._automaton.nbytes for other, one in growing.items()}
+            before = {other: one.guide.automaton.nbytes for other, one in growing.items()}
             if problem := text.write(2):
                 assert before[number] > 0.9 * max(before.values()), "of several a large one's text fails"
                 problems.append(problem)
                 del growing[number]
             del text
         assert not neighbour.write(1)
-        assert made._automata.nbytes <= most
+        assert made.automata.nbytes <= most
     assert growing
     assert all("MiB, and the grammars of all running requests may take 12 MiB" in problem for problem in problems)
 
@@ -114,7 +114,7 @@ def test_texts_that_fail_and_are_not_read_count_up_to_twice_the_bound(monkeypatc
         text = RandomText(guide(made, regex=f"{GROWING}{'b' * number}"))
         text.write(150)
         unread.append(text)
-    accounts = [text.guide._automaton for text in unread]
+    accounts = [text.guide.automaton for text in unread]
     assert all(account.problem for account in accounts[2:])
     assert sum(account.nbytes for account in accounts) <= 2 * most + len(accounts) * (1 << 20)
 
@@ -127,16 +127,16 @@ def test_rows_of_an_ambiguous_grammar_count(monkeypatch: pytest.MonkeyPatch) -> 
     made = Grammars(TOKENIZER, VOCAB)
     text = RandomText(guide(made, grammar="start: s\ns: s s | /./"))
     assert "may take 1 MiB" in text.write(100)
-    assert text.guide._automaton.nbytes < 1 << 19
+    assert text.guide.automaton.nbytes < 1 << 19
 
 
 def test_a_copy_s_rows_are_its_own() -> None:
     made = Grammars(TOKENIZER, VOCAB)
     one = guide(made, regex=GROWING)
     other = one.copy()
-    assert other._automaton is one._automaton and other._rows is not one._rows
+    assert other.automaton is one.automaton and other.rows is not one.rows
 
 
 def test_more_requests_may_take_more() -> None:
-    assert Grammars(TOKENIZER, VOCAB, 16)._automata._most == 256 << 20
-    assert Grammars(TOKENIZER, VOCAB, 256)._automata._most == 1024 << 20
+    assert Grammars(TOKENIZER, VOCAB, 16).automata.most == 256 << 20
+    assert Grammars(TOKENIZER, VOCAB, 256).automata.most == 1024 << 20

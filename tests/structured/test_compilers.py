@@ -146,7 +146,7 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, goes, taken = Grammars(TOKENIZER, TOKENIZER.vocab_size), threading.Event(), []
-    compile_it = made._compilers._compile
+    compile_it = made.compilers.compile
 
     def compile(spec: Spec, text: str) -> Any:
         if spec.kind == "regex":
@@ -158,8 +158,8 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
             super().remove(job)
             taken.append(job.spec.text)
 
-    made._compilers._compile = compile
-    made._compilers._others.jobs = Waiting()
+    made.compilers.compile = compile
+    made.compilers.others.jobs = Waiting()
     monkeypatch.setattr(compilers, "COMPILING", 2)
     monkeypatch.setattr(compilers, "MOST_WAITING", 6)
     try:

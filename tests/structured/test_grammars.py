@@ -264,13 +264,13 @@ def test_what_is_kept_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> No
     made, draw = Grammars(TOKENIZER, VOCAB), random.Random(0)
     for index in range(40):  # each about 0.4 MB
         guide(made, choice=[f"{index} {draw.random()}" for _ in range(90)])
-        assert made.kept_bytes == sum(grammar.nbytes for grammar in made._grammars.values()) <= 8 << 20
-    assert 10 < len(made._grammars) < 30
+        assert made.kept_bytes == sum(grammar.nbytes for grammar in made.kept) <= 8 << 20
+    assert 10 < len(made.kept) < 30
     guide(made, regex="a|b")
     assert made.kept_bytes > 1 << 20, "what a short expression takes is not said by its length"
     large = [f"{index} {draw.random()}" for index in range(3_000)]
     guide(made, choice=large)
-    assert len(made._grammars) == 1 and made.kept_bytes > 8 << 20, "one is kept, however large it is"
+    assert len(made.kept) == 1 and made.kept_bytes > 8 << 20, "one is kept, however large it is"
     compiled = made.compiled
     guide(made, choice=large)
     assert made.compiled == compiled

@@ -80,7 +80,7 @@ def automata(count: int) -> Callable[[], object]:
     def work() -> object:
         while True:
             for guide in guides:
-                if guide.fill(mask) or grammars._automata.nbytes * 64 > automata_module.MOST_BYTES * count:
+                if guide.fill(mask) or grammars.automata.nbytes * 64 > automata_module.MOST_BYTES * count:
                     return grammars, guides
                 bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
                 guide.consume(int(draw.choice(np.flatnonzero(bits))))

@@ -21,7 +21,7 @@ MOST_BYTES_A_REQUEST = 4 << 20  # times max_requests, where that is more: real s
 LARGE = 16 << 20
 # Resident memory grew by 3 to 44 bytes for a unit of work: the dearest have many terminals, or letters that all differ.
 _BYTES_OF_WORK, _BYTES_OF_ITEM = 48, 8
-_PACE, _SHARE = 0.02, 10  # seconds of a processor between two measurements, and how many times one's own seconds
+PACE, SHARE = 0.02, 10  # seconds of a processor between two measurements, and how many times one's own seconds
 _UNDONE = 1 << 30  # tokens that no text has, so a copy that is to take them back reports an error
 _REPORTED = re.compile(r'^  "(lexer_cost|all_items)": (\d{1,18}),?$', re.MULTILINE)
 
@@ -35,7 +35,7 @@ class Automaton:
         self.nbytes = 0
         self.problem = ""  # the reason why texts that follow it fail
         self.since = 0.0  # seconds of a processor since the last measurement
-        self.due = _PACE
+        self.due = PACE
 
 
 class Automata:
@@ -43,7 +43,7 @@ class Automata:
 
     def __init__(self, most: int, forget: Callable[[Automaton | None], bool]) -> None:
         """Set up; `forget` drops the kept grammar of an automaton, or the least recently used one, if there is one."""
-        self._most, self.forget = most, forget
+        self.most, self.forget = most, forget
         self._lock = threading.RLock()
         self._all = weakref.WeakSet[Automaton]()
 
@@ -69,7 +69,7 @@ class Automata:
         seconds = time.thread_time() - start
         for one in (automaton, rows):
             if one is not None:
-                one.since, one.due = 0.0, max(_PACE, _SHARE * seconds)
+                one.since, one.due = 0.0, max(PACE, SHARE * seconds)
         self._settle(automaton)
 
     def _update(self, automaton: Automaton, nbytes: int) -> None:
@@ -81,19 +81,19 @@ class Automata:
         """Forget a large automaton; where all take too much, kept ones; then let texts of the largest one fail."""
         if automaton.nbytes > LARGE:
             self.forget(automaton)
-        while self.nbytes > self._most and self.forget(None):
+        while self.nbytes > self.most and self.forget(None):
             pass
         with self._lock:
             automata = [*self._all]
-            if self.nbytes > self._most:
+            if self.nbytes > self.most:
                 largest = max((one for one in automata if not one.problem), key=lambda one: one.nbytes)
-            elif sum(one.nbytes for one in automata) > 2 * self._most:  # texts that fail next may have to be read first
+            elif sum(one.nbytes for one in automata) > 2 * self.most:  # texts that fail next may have to be read first
                 largest = automaton
             else:
                 return
             largest.problem = (
                 f"following it takes about {largest.nbytes >> 20:,} MiB, and the grammars of all running requests may "
-                f"take {self._most >> 20:,} MiB. Use shorter repetitions and fewer alternatives in its regexes"
+                f"take {self.most >> 20:,} MiB. Use shorter repetitions and fewer alternatives in its regexes"
             )
         self.forget(largest)
 

@@ -87,16 +87,16 @@ class Compilers(Generic[T]):
     ) -> None:
         """Set up. `compile` takes a spec and its text for llguidance. `needs` returns the settings of a process that
         tries specs, and `prepare` makes the objects here that compiling needs."""
-        self._compile, self._needs, self._prepare = compile, needs, prepare
+        self.compile, self._needs, self._prepare = compile, needs, prepare
         self._changed = threading.Condition()
-        self._simple, self._others = _Lane(1), _Lane(COMPILING)
+        self.simple, self.others = _Lane(1), _Lane(COMPILING)
         self._used: dict[str, float] = {}  # seconds that each caller has used the processes, lately
         self._closed = False
         self._guards: set[GuardProcess] = set()
 
     def submit(self, spec: Spec, caller: str = "") -> Job[T]:
         """Begin to compile a spec, or wait for others. Raises `Busy` if too many wait already."""
-        lane = self._simple if is_simple(spec) else self._others
+        lane = self.simple if is_simple(spec) else self.others
         job: Job[T] = Job(spec, caller)
         evicted: Job[T] | None = None
         with self._changed:
@@ -117,7 +117,7 @@ class Compilers(Generic[T]):
     def drop(self, job: Job[T]) -> None:
         """Forget a job that has not begun."""
         with self._changed:
-            for lane in (self._simple, self._others):
+            for lane in (self.simple, self.others):
                 if job in lane.jobs:
                     lane.jobs.remove(job)
 
@@ -128,9 +128,9 @@ class Compilers(Generic[T]):
             self._changed.notify_all()
             for guard in self._guards:
                 guard.kill()
-            jobs = [*self._simple.jobs, *self._others.jobs]
-            self._simple.jobs.clear()
-            self._others.jobs.clear()
+            jobs = [*self.simple.jobs, *self.others.jobs]
+            self.simple.jobs.clear()
+            self.others.jobs.clear()
         for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(RequestFailed("the session was closed. Open another one"))
@@ -138,17 +138,17 @@ class Compilers(Generic[T]):
     def _run(self, lane: _Lane) -> None:
         """Take one job after the other, in a thread."""
         state = ThreadState()
-        if lane is self._others:
+        if lane is self.others:
             yield_to_others()
         try:
-            while (job := self._next(lane)) is not None:
+            while (job := self.next_job(lane)) is not None:
                 start = time.monotonic()
                 try:
-                    text = self._text(job.spec) if lane is self._simple else self._text_after_trial(job.spec, state)
-                    job.future.set_result(self._compile(job.spec, text))
+                    text = self._text(job.spec) if lane is self.simple else self.text_after_trial(job.spec, state)
+                    job.future.set_result(self.compile(job.spec, text))
                 except BaseException as error:
                     job.future.set_exception(error)
-                if lane is self._others:
+                if lane is self.others:
                     self._count(job.caller, time.monotonic() - start)
                 del job
         finally:
@@ -161,7 +161,7 @@ class Compilers(Generic[T]):
         except ValueError as error:
             raise refusal_error(spec, str(error)) from None
 
-    def _text_after_trial(self, spec: Spec, state: ThreadState) -> str:
+    def text_after_trial(self, spec: Spec, state: ThreadState) -> str:
         """Return a grammar's text for llguidance, once a process has compiled it."""
         check_levels(spec)
         if state.guard is None or state.guard.ended:
@@ -180,7 +180,7 @@ class Compilers(Generic[T]):
             with self._changed:
                 self._guards.discard(state.guard)
 
-    def _next(self, lane: _Lane) -> Job[T] | None:
+    def next_job(self, lane: _Lane) -> Job[T] | None:
         """Wait for the next job; None after `IDLE_SECONDS` without one, when the thread is to end."""
         with self._changed:
             lane.idle += 1

@@ -57,13 +57,13 @@ class Guide:
     __slots__ = (
         "_at",
         "_automata",
-        "_automaton",
+        "automaton",
         "_barred",
         "_ending",
         "_ends",
         "_first",
         "_matcher",
-        "_rows",
+        "rows",
         "_run",
         "_skip",
         "accepting",
@@ -84,7 +84,7 @@ class Guide:
     ) -> None:
         """Set up; `first` is the matcher's state at the beginning, which may have taken long to compute."""
         self._matcher, self._ending = matcher, ending
-        self._automata, self._automaton, self._rows = automata, automaton, Automaton()
+        self._automata, self.automaton, self.rows = automata, automaton, Automaton()
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
         self._first = first  # until the grammar takes a token
@@ -100,7 +100,7 @@ class Guide:
         clone = object.__new__(Guide)
         for name in Guide.__slots__:
             setattr(clone, name, getattr(self, name))
-        clone._matcher, clone._rows = self._matcher.deep_copy(), Automaton()
+        clone._matcher, clone.rows = self._matcher.deep_copy(), Automaton()
         clone._ending = None if self._ending is None else self._ending.copy()
         return clone
 
@@ -116,7 +116,7 @@ class Guide:
 
     def _measured(self, seconds: float) -> str:
         """Count a processor's seconds, as memory grows with them. Return the reason if it takes too much."""
-        automaton, rows = self._automaton, self._rows
+        automaton, rows = self.automaton, self.rows
         automaton.since += seconds
         rows.since += seconds
         if automaton.since > automaton.due or rows.since > rows.due:
@@ -146,7 +146,7 @@ class Guide:
 
     def _error(self) -> str:
         """Measure the automaton, since a full one is not kept. Return the error of the matcher."""
-        self._automata.measure(self._matcher, self._automaton, self._rows)
+        self._automata.measure(self._matcher, self.automaton, self.rows)
         return first_line(self._matcher.get_error())
 
     def consume(self, token: int) -> GuideReport:
@@ -277,9 +277,9 @@ class Grammars:
         self._grammars: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
         self._refusals: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
         self._jobs: dict[Spec, Job[Grammar]] = {}
-        self._compilers = Compilers(self._compile, self._needs, self._ready)
+        self.compilers = Compilers(self._compile, self._needs, self._ready)
         self.texts: TokenTexts = TokenTexts(tokenizer)
-        self._automata = Automata(max(MOST_BYTES, max_requests * MOST_BYTES_A_REQUEST), self._forget)
+        self.automata = Automata(max(MOST_BYTES, max_requests * MOST_BYTES_A_REQUEST), self._forget)
         self.compiled: int = 0
 
     @property
@@ -287,6 +287,12 @@ class Grammars:
         """About as much memory as the kept grammars take."""
         with self._lock:
             return sum(grammar.nbytes for grammar in self._grammars.values())
+
+    @property
+    def kept(self) -> tuple[Grammar, ...]:
+        """The kept grammars; the least recently used one is the first."""
+        with self._lock:
+            return tuple(self._grammars.values())
 
     def find(self, spec: Spec) -> Grammar | None:
         """Return a grammar that was compiled before, or None."""
@@ -310,7 +316,7 @@ class Grammars:
             if job is not None and not job.future.done():
                 job.waiting += 1
                 return job
-            job = self._jobs[spec] = self._compilers.submit(spec, caller)
+            job = self._jobs[spec] = self.compilers.submit(spec, caller)
         job.future.add_done_callback(lambda future: self._on_done(spec, future))
         return job
 
@@ -320,7 +326,7 @@ class Grammars:
             job.waiting -= 1
             if not job.waiting and not job.started and self._jobs.get(job.spec) is job:
                 del self._jobs[job.spec]
-                self._compilers.drop(job)
+                self.compilers.drop(job)
 
     def reasoning_guide(self, rules: ReasoningRules) -> NewGuide:
         """Make a guide for a reply with a budget for its reasoning and a free answer."""
@@ -347,7 +353,7 @@ class Grammars:
 
     def close(self) -> None:
         """End the processes that compile."""
-        self._compilers.close()
+        self.compilers.close()
 
     def _on_done(self, spec: Spec, future: concurrent.futures.Future[Grammar]) -> None:
         error = None if future.cancelled() else future.exception()
@@ -369,7 +375,7 @@ class Grammars:
             raise refusal_error(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
         first = First(mask, forced_run(matcher.deep_copy()))
-        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), self.texts, self._automata, first)
+        grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), self.texts, self.automata, first)
         if spec.kind in ("schema", "json"):
             grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)
         with self._lock:
