@@ -111,7 +111,12 @@ async def test_compilers_are_shared_between_keys_whatever_their_salts(
     """Twenty grammars of one key wait, each with a salt of its own; that of another key comes after those at work."""
     grammars = GRAMMARS.of(front_of(session))
     assert grammars is not None
-    goes, order, compile_it, take = threading.Event(), list[str](), grammars.compilers.compile, grammars.compilers.next_job
+    goes, order, compile_it, take = (
+        threading.Event(),
+        list[str](),
+        grammars.compilers.compile,
+        grammars.compilers.next_job,
+    )
 
     def compile(spec: Any, text: str) -> Any:
         assert goes.wait(60)

@@ -57,18 +57,18 @@ class Guide:
     __slots__ = (
         "_at",
         "_automata",
-        "automaton",
         "_barred",
         "_ending",
         "_ends",
         "_first",
         "_matcher",
-        "rows",
         "_run",
         "_skip",
         "accepting",
+        "automaton",
         "consumed",
         "ended",
+        "rows",
         "spent",
     )
 
