@@ -134,7 +134,7 @@ def test_runs_in_which_a_program_was_compiled_are_not_counted() -> None:
         ran[0] += 1
         return {"run": float(next(calls))}
 
-    assert anyio.run(bench._runs, cast(Any, session), workload, 3) == [{"run": 2.0}, {"run": 4.0}, {"run": 5.0}]
+    assert anyio.run(bench.timed_runs, cast(Any, session), workload, 3) == [{"run": 2.0}, {"run": 4.0}, {"run": 5.0}]
     compilations[:] = range(100)
     with pytest.raises(RekindleError, match="still compiled after 7 runs"):
-        anyio.run(bench._runs, cast(Any, session), workload, 1)
+        anyio.run(bench.timed_runs, cast(Any, session), workload, 1)

@@ -248,7 +248,7 @@ def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Pa
 
 
 def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines._history(tmp_path / "chats").append_string("a secret")
+    lines.kept_history(tmp_path / "chats").append_string("a secret")
     (file,) = (tmp_path / "chats").iterdir()
     assert "a secret" in file.read_text()
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0

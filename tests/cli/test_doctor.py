@@ -25,7 +25,7 @@ from rekindle_kernels.private_files import distrust_reason
 def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    checks = {check.title: check for check in doctor._cache(blocked / "cache")}
+    checks = {check.title: check for check in doctor.cache_checks(blocked / "cache")}
     assert checks["cache directory"].status == "fail"
     assert "REKINDLE_CACHE" in checks["cache directory"].fix
 
@@ -34,10 +34,10 @@ def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("which", "bits"), [(".", 0o777), ("cache", 0o770), ("cache", 0o777)])
 def test_a_cache_directory_that_sessions_refuse_fails_with_their_fix(tmp_path: Path, which: str, bits: int) -> None:
     """It passed, and no session used it."""
-    assert next(doctor._cache(tmp_path / "cache")).status == "pass"
+    assert next(doctor.cache_checks(tmp_path / "cache")).status == "pass"
     (tmp_path / which).chmod(bits)
     reason = distrust_reason(tmp_path / "cache" / "programs")
-    check = next(doctor._cache(tmp_path / "cache"))
+    check = next(doctor.cache_checks(tmp_path / "cache"))
     assert check.status == "fail" and check.detail.endswith("; no session uses it")
     assert reason is not None and f"{check.detail.removesuffix('; no session uses it')}: {check.fix}" == reason
     assert check.fix == "chmod go-w it"
@@ -47,14 +47,14 @@ def test_a_cache_directory_that_sessions_refuse_fails_with_their_fix(tmp_path: P
 def test_a_part_of_the_cache_that_sessions_refuse_is_named(tmp_path: Path) -> None:
     (tmp_path / "pages").mkdir(mode=0o700)
     (tmp_path / "pages").chmod(0o770)
-    check = next(doctor._cache(tmp_path))
+    check = next(doctor.cache_checks(tmp_path))
     assert check.status == "fail" and check.detail.endswith("(mode 0770); sessions don't use its pages")
 
 
 def test_a_cache_directory_that_is_made_is_one_that_sessions_use(tmp_path: Path) -> None:
     mask = os.umask(0)
     try:
-        assert next(doctor._cache(tmp_path / "cache")).status == "pass"
+        assert next(doctor.cache_checks(tmp_path / "cache")).status == "pass"
     finally:
         os.umask(mask)
 
@@ -62,7 +62,7 @@ def test_a_cache_directory_that_is_made_is_one_that_sessions_use(tmp_path: Path)
 def test_contents_of_the_cache_directory_are_shown(tmp_path: Path) -> None:
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs" / "blob").write_bytes(bytes(3 << 20))
-    (check, *_) = doctor._cache(tmp_path)
+    (check, *_) = doctor.cache_checks(tmp_path)
     assert check.status == "pass"
     assert "programs 3.0 MiB" in check.detail
 
@@ -72,7 +72,7 @@ def test_a_check_that_raises_is_a_failed_check() -> None:
         raise RuntimeError("no device")
         yield
 
-    (check,) = doctor._guarded(look)
+    (check,) = doctor.guarded(look)
     assert check.status == "fail"
     assert "no device" in check.detail
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_can_not_steer_the_terminal(
 
 def test_kernels_that_a_variable_turns_off_have_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_NATIVE", "0")
-    (check,) = doctor._native()
+    (check,) = doctor.native_checks()
     assert (check.status, check.fix) == ("warn", "unset it")
 
 
@@ -136,7 +136,7 @@ def test_the_report_tells_strangers_nothing_of_the_user(
     monkeypatch.setenv("LOGNAME", "mallory")
     monkeypatch.setenv("REKINDLE_API_KEY", "a secret of mine")
     monkeypatch.setenv("REKINDLE_CACHE", str(home / "cache"))
-    for function in (report._homes, report._user):
+    for function in (report.home_folders, report.user_name):
         function.cache_clear()
 
     def checks(folder: Path) -> Iterator[Check]:
@@ -151,7 +151,7 @@ def test_the_report_tells_strangers_nothing_of_the_user(
         assert main(["doctor"]) == 1
         plain = capsys.readouterr().out
     finally:
-        for function in (report._homes, report._user):
+        for function in (report.home_folders, report.user_name):
             function.cache_clear()
     lines = text.splitlines()
     assert lines[0].startswith(f"rekindle {rekindle.__version__}")
@@ -212,11 +212,11 @@ def test_the_commit_is_that_of_a_clone_of_rekindle_alone(tmp_path: Path, monkeyp
 
 def test_products_do_not_read_at_more_than_all_of_the_rate() -> None:
     """A product may read faster than the sum that measures memory, which a share of 136% would not tell anybody."""
-    words = doctor._reading_words(25.0, {16: 34.0, 8: 17.0, 4: 8.5})
+    words = doctor.reading_words(25.0, {16: 34.0, 8: 17.0, 4: 8.5})
     assert (
         words == "34 GB/s; products of one row read at 100% of it in 16 bits, 50% of it in 8 bits, 25% of it in 4 bits"
     )
-    assert doctor._reading_words(40.0, {16: 20.0}).startswith("40 GB/s; products of one row read at 50%")
+    assert doctor.reading_words(40.0, {16: 20.0}).startswith("40 GB/s; products of one row read at 50%")
 
 
 def test_a_plan_says_what_training_takes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

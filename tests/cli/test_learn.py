@@ -103,9 +103,9 @@ def test_links_to_the_guide_lead_to_the_repository_where_one_is_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = learn.chosen("17", learn.installed())
-    monkeypatch.setattr(learn, "_links", dict)
+    monkeypatch.setattr(learn, "project_links", dict)
     plain, _ = learn.copied(page, tmp_path / "plain")
-    monkeypatch.setattr(learn, "_links", lambda: {"Repository": "https://example.org/r"})
+    monkeypatch.setattr(learn, "project_links", lambda: {"Repository": "https://example.org/r"})
     linked, _ = learn.copied(page, tmp_path / "linked")
     assert "[Adapters]" not in plain.read_text()
     assert "[Adapters](https://example.org/r/blob/HEAD/tutorials/guide/adapters.md)" in linked.read_text()

@@ -74,7 +74,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
     def draw(text: str, columns: int = 20, *, reasoning: str = "", height: int = 40, pieces: int = 3) -> list[str]:
         monkeypatch.setattr(screen, "terminal_columns", lambda out: columns)
-        monkeypatch.setattr(TerminalWriter, "_lines", lambda writer: height)
+        monkeypatch.setattr(TerminalWriter, "screen_rows", lambda writer: height)
         monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
         capsys.readouterr()
         writer = TerminalWriter()
@@ -126,15 +126,15 @@ def test_folded_reasoning_says_its_seconds_and_tokens(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(screen, "terminal_columns", lambda out: 60)
     writer = TerminalWriter()
-    writer._draws = False  # each look at the clock is one of the reasoning's
+    writer.draws = False  # each look at the clock is one of the reasoning's
     for _ in range(2):  # an answer's figures are its own
         for piece in ("I ", "think", "."):
             writer.reason(piece, 7)
-        writer._draws = True
+        writer.draws = True
         writer.write("So.")
         writer.end()
         assert "reasoning, 4 s, 21 tokens" in Screen(60).feed(capsys.readouterr().out)
-        writer._draws = False
+        writer.draws = False
 
 
 def test_a_wait_that_was_drawn_over_the_text_leaves_it_whole(
@@ -145,7 +145,7 @@ def test_a_wait_that_was_drawn_over_the_text_leaves_it_whole(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setattr(screen, "terminal_columns", lambda out: 40)
     monkeypatch.setattr(activity, "terminal_columns", lambda out: 40)
-    writer, spinner = TerminalWriter(), activity._Terminal(sys.stdout)
+    writer, spinner = TerminalWriter(), activity.TerminalScreen(sys.stdout)
     writer.write("one two\nthree ")
     writer.write("and ")
     spinner.show(activity.State("compiling"), 1.0)
@@ -204,7 +204,7 @@ def test_drawing_keeps_up_with_a_long_block(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(screen.time, "monotonic", lambda: now[0])
     drawn = []
     writer = TerminalWriter()
-    monkeypatch.setattr(writer, "_draw_blocks", drawn.append)
+    monkeypatch.setattr(writer, "draw_blocks", drawn.append)
     for _ in range(1000):
         now[0] += 0.001
         writer.write("word ")

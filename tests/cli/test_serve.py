@@ -236,7 +236,7 @@ def test_a_line_of_the_log_is_written_once_whatever_is_imported_later(
     for logger in (root, logging.getLogger("rekindle"), progress):  # earlier tests may have left some
         monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(progress, "propagate", True)
-    with serve._log_lines():
+    with serve.log_lines():
         progress.info("before")
         root.addHandler(logging.StreamHandler())
         progress.info("after")

@@ -81,7 +81,7 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
         if options["precompile"] != "all":
             await workload()
             await workloads.whole_programs(session)
-        runs = await _runs(session, workload, repeat)
+        runs = await timed_runs(session, workload, repeat)
         stats = session.stats()
     figures = _medians(runs)
     if stats.drafted_tokens:
@@ -92,7 +92,7 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
 COMPILING = 6  # runs at most that are left out because a program was compiled in them
 
 
-async def _runs(
+async def timed_runs(
     session: Session, workload: Callable[[], Awaitable[dict[str, float]]], repeat: int
 ) -> list[dict[str, float]]:
     """Return the figures of `repeat` runs without compilation, after a first run that warms the session up."""

@@ -88,23 +88,23 @@ def run(arguments: argparse.Namespace) -> int:
 def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         if arguments.device == "here" or arguments.tune:
-            return _guarded(lambda: plan_here(arguments), arguments.plan)
+            return guarded(lambda: plan_here(arguments), arguments.plan)
         sizes = {"quantize": arguments.quantize, "context": arguments.context}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
-        return _guarded(lambda: examine_mesh(arguments.mesh), "mesh")
+        return guarded(lambda: examine_mesh(arguments.mesh), "mesh")
     if arguments.model:
-        return _guarded(lambda: _weights(arguments.model), arguments.model)
+        return guarded(lambda: _weights(arguments.model), arguments.model)
     return examine(cache_folder(arguments.cache_dir))
 
 
 def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order. A check that raises counts as failed."""
-    for look in (_packages, _shadowing, _devices, _native, _memory, _reading):
-        yield from _guarded(look)
-    yield from _guarded(lambda: _cache(folder), "cache directory")
+    for look in (_packages, _shadowing, _devices, native_checks, _memory, _reading):
+        yield from guarded(look)
+    yield from guarded(lambda: cache_checks(folder), "cache directory")
     for look in (_compile, _tiny):
-        yield from _guarded(look)
+        yield from guarded(look)
 
 
 def _weights(model: str) -> Iterator[Check]:
@@ -129,7 +129,7 @@ def _either(good: bool, title: str, detail: str, problem: str, fix: str) -> Chec
     return Check("pass", title, detail) if good else Check("fail", title, problem, fix)
 
 
-def _guarded(look: Callable[[], Iterator[Check]], title: str = "") -> Iterator[Check]:
+def guarded(look: Callable[[], Iterator[Check]], title: str = "") -> Iterator[Check]:
     """Yield checks. One that raises has failed; by default its title is the name of `look`."""
     title = title or getattr(look, "__name__", "check").strip("_")
     try:
@@ -185,7 +185,7 @@ def _devices() -> Iterator[Check]:
         yield Check("pass", "GPU kernels", path)
 
 
-def _native() -> Iterator[Check]:
+def native_checks() -> Iterator[Check]:
     """Check for the native kernels, which replace slow operations of XLA:CPU. CPU only."""
     import jax
 
@@ -221,10 +221,10 @@ def _reading() -> Iterator[Check]:
     if jax.default_backend() != "cpu" or (available() or LOW_MEMORY) < LOW_MEMORY:
         return
     rate, products = limits.read_rate(READ_BYTES, READ_TURNS), limits.decode_rates(READ_BYTES, READ_TURNS)
-    yield Check("pass", "reading", _reading_words(rate, products))
+    yield Check("pass", "reading", reading_words(rate, products))
 
 
-def _reading_words(rate: float, products: Mapping[int, float]) -> str:
+def reading_words(rate: float, products: Mapping[int, float]) -> str:
     """Return the rate at which memory is read, and the share of it that products reach, by their bits.
 
     A product may read faster than a plain sum does: the rate is the highest that anything reached.
@@ -234,7 +234,7 @@ def _reading_words(rate: float, products: Mapping[int, float]) -> str:
     return f"{most:.0f} GB/s; products of one row read at {shares}"
 
 
-def _cache(folder: Path) -> Iterator[Check]:
+def cache_checks(folder: Path) -> Iterator[Check]:
     """Check that sessions can write and trust the cache directory, and its free space, and list its contents."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:

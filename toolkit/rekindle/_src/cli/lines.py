@@ -92,7 +92,7 @@ class EditedLines:
             event.current_buffer.newline(copy_margin=False)
 
         self._session: PromptSession[str] = PromptSession(
-            history=_history(folder),
+            history=kept_history(folder),
             key_bindings=keys,
             multiline=True,
             prompt_continuation=lambda width, number, wrapped: "  ",
@@ -133,7 +133,7 @@ class EditedLines:
             yield
 
 
-def _history(folder: Path) -> History:
+def kept_history(folder: Path) -> History:
     """Return the history: in a file that only this user can read, else in memory."""
     if private_files.distrust_reason(folder) is None:
         with contextlib.suppress(OSError):

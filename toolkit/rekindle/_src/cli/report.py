@@ -108,7 +108,7 @@ def variables(environment: Mapping[str, str]) -> list[str]:
 
 def with_tilde(text: str) -> str:
     """Return text with `~` for the home directory."""
-    for home in _homes():
+    for home in home_folders():
         text = _replaced(text, home, "~", lambda before, after: not (_in_name(before) or _in_name(after)))
     return text
 
@@ -127,7 +127,7 @@ def _in_name(letter: str) -> bool:
 
 
 @functools.cache
-def _homes() -> tuple[str, ...]:
+def home_folders() -> tuple[str, ...]:
     """Return the home directory as it is named and as it lies on the disk, the longer one first."""
     with contextlib.suppress(RuntimeError):  # there is none
         home = Path.home()
@@ -141,14 +141,15 @@ def for_others(text: str, environment: Mapping[str, str] = os.environ) -> str:
         if len(value) >= _LEAST and any(word in name.upper() for word in _SECRET):
             text = text.replace(value, f"<{name}>")
     text = _LOGIN.sub("://<login>@", _TOKEN.sub("<token>", with_tilde(text)))
-    user = _user()
+    user = user_name()
     if not user:
         return text
     return _replaced(text, user, "<user>", lambda before, after: before in ("/", "\\") and not _in_name(after))
 
 
 @functools.cache
-def _user() -> str:
+def user_name() -> str:
+    """Return the user's name, or an empty text."""
     with contextlib.suppress(Exception):  # a process without an entry among the users, and without variables
         return getpass.getuser()
     return ""

@@ -31,8 +31,8 @@ class TerminalWriter:
     """
 
     def __init__(self) -> None:
-        self._draws = sys.stdout.isatty()
-        self._output: Any = create_output(sys.stdout) if self._draws else None
+        self.draws = sys.stdout.isatty()
+        self._output: Any = create_output(sys.stdout) if self.draws else None
         self._text = ""  # from the block on that is not complete
         self._reasoning, self._figures = "", ReasoningFigures()
         self._began_reasoning = 0.0
@@ -46,7 +46,7 @@ class TerminalWriter:
         if text and self._reasoning:
             self._fold()
         self._began = self._began or bool(text)
-        if not self._draws:
+        if not self.draws:
             print(text, end="", flush=True)
             return
         self._text += text
@@ -62,12 +62,12 @@ class TerminalWriter:
             self._figures = ReasoningFigures(self._figures.tokens + tokens, now - self._began_reasoning)
         self._reasoning += text
         self._began = self._began or bool(text)
-        if self._draws and text and time.monotonic() >= self._due:
+        if self.draws and text and time.monotonic() >= self._due:
             self._draw()
 
     def end(self, *, empty: bool = False) -> None:
         """End the text and its line. With `empty`, end no line if no text was written."""
-        if self._draws:
+        if self.draws:
             self._draw()
         if self._began or not empty:
             print(flush=True)
@@ -87,7 +87,7 @@ class TerminalWriter:
 
     def show(self, rows: Sequence[Row]) -> None:
         """Write rows that are not part of the text."""
-        if self._draws:
+        if self.draws:
             self._print(rows)
             print(flush=True)
         else:
@@ -103,7 +103,7 @@ class TerminalWriter:
         """Leave one line of the reasoning."""
         line = summary(self._reasoning, self._figures)
         self._reasoning = ""
-        if self._draws:
+        if self.draws:
             self._replace([[(QUIET, line)], [], []])
             self._rows = self._rows[-1:]
 
@@ -112,11 +112,11 @@ class TerminalWriter:
         if self._reasoning:
             self._replace(plain(self._reasoning.strip(), columns, f"italic {QUIET}"))
         else:
-            self._draw_blocks(columns)
+            self.draw_blocks(columns)
         now = time.monotonic()
         self._due = now + max(INTERVAL, PAUSE * (now - began))
 
-    def _draw_blocks(self, columns: int) -> None:
+    def draw_blocks(self, columns: int) -> None:
         lines = self._text.split("\n")
         rows: list[Row] = []
         open_row = open_line = 0  # of the first block that may still change
@@ -147,7 +147,7 @@ class TerminalWriter:
             self._print([rest, *rows[first + 1 :]])
             return
         first = min(first, max(0, len(rows) - 1))
-        first = max(first, len(before) - self._lines())  # lines that have left the screen can't be changed
+        first = max(first, len(before) - self.screen_rows())  # lines that have left the screen can't be changed
         self._output.cursor_up(len(before) - 1 - first)
         self._output.write_raw("\r")
         self._output.erase_down()
@@ -157,7 +157,7 @@ class TerminalWriter:
         fragments = [part for at, row in enumerate(rows) for part in ([("", "\n"), *row] if at else row)]
         print_formatted_text(self._output, fragments, _STYLE)
 
-    def _lines(self) -> int:
+    def screen_rows(self) -> int:
         """Return how many rows the terminal has."""
         try:
             return max(2, os.get_terminal_size(sys.stdout.fileno()).lines)

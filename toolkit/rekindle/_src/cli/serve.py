@@ -46,7 +46,7 @@ class _FleetOpening:
 
 
 @contextlib.contextmanager
-def _log_lines() -> Iterator[None]:
+def log_lines() -> Iterator[None]:
     """Log a server's own messages to stderr: its shutdown and, without a terminal, its progress."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
@@ -141,7 +141,7 @@ def run(arguments: argparse.Namespace, models: Mapping[str, str], keys: list[str
         max_connections=arguments.max_connections,
     )
     try:
-        with _log_lines(), listener.signals(arguments.drain):
+        with log_lines(), listener.signals(arguments.drain):
             listener.serve_forever()
     finally:
         listening_socket.close()

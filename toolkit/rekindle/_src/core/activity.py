@@ -169,7 +169,7 @@ def _screen(backend: Backend, stream: TextIO | None) -> Screen | None:
     if backend == "notebook":
         return _Notebook()
     if backend == "terminal":
-        return _Terminal(out)
+        return TerminalScreen(out)
     return _Log() if log.isEnabledFor(logging.INFO) else None
 
 
@@ -185,7 +185,7 @@ class Screen:
         """Remove the drawing."""
 
 
-class _Terminal(Screen):
+class TerminalScreen(Screen):
     """One line that is overwritten, and erased at the end."""
 
     def __init__(self, out: TextIO) -> None:

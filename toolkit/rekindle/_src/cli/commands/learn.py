@@ -134,7 +134,7 @@ def copied(page: CoursePage, folder: Path, *, handout: bool = False) -> tuple[Pa
         return target, False
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
     notebook = json.loads(page.path.read_text(encoding="utf-8"))
-    links = _links()
+    links = project_links()
     if handout:
         notebook["cells"] = [
             cell for cell in notebook["cells"] if not {"check", "solution"} & set(cell["metadata"].get("tags", ()))
@@ -180,7 +180,7 @@ def _absolute(match: re.Match[str], links: dict[str, str]) -> str:
     return f"[{words}]({links['Repository']}/blob/HEAD/{place})"
 
 
-def _links() -> dict[str, str]:
+def project_links() -> dict[str, str]:
     """Return the links in the metadata of the installed package."""
     try:
         lines = importlib.metadata.metadata("rekindle").get_all("Project-URL") or []
