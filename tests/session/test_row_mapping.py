@@ -20,7 +20,7 @@ from helpers.sessions import CONFIG, cancel_once, expected, fake_session, opened
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls import requests
-from rekindle._src.calls.rows import RowAnswer, RowAnswers
+from rekindle._src.calls.rows import RowAnswer, RowAnswers, Rows, RowsSoFar
 from rekindle._src.core.records import StepPlan
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
@@ -297,49 +297,47 @@ def test_a_killed_process_loses_no_answer(session: Session, tmp_path: Path) -> N
         json.loads(line)
 
 
-def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_progress_tells_rows_tokens_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], ["compiling program r16"]
     monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    call = session.map(ROWS, "{text}", max_tokens=6)
-    call._compiling = lambda: compiling[0]
-    look = call._progress()
+    so_far = RowsSoFar()
+    look = so_far.progress(Rows(ROWS).total, lambda: compiling[0])
     assert look().line == "0 of 40 rows, compiling program r16"
-    now[0], call._tokens, compiling[0] = 130.0, 1, ""
+    now[0], so_far.tokens, compiling[0] = 130.0, 1, ""
     assert look().line == "0 of 40 rows"
     now[0] += 1.0
     for row in range(10):
-        call._keep(RowAnswer(row, "x", completion_tokens=6))
-    call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
-    call._tokens = 61
+        so_far.keep(RowAnswer(row, "x", completion_tokens=6))
+    so_far.keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
+    so_far.tokens = 61
     assert look().line == "11 of 40 rows, 60 tokens/s, 1 error"
     now[0] += 2.0
     for row in range(11, 31):
-        call._keep(RowAnswer(row, "x", completion_tokens=6))
-    call._tokens = 181
+        so_far.keep(RowAnswer(row, "x", completion_tokens=6))
+    so_far.tokens = 181
     state = look()
     assert state.fraction == 31 / 40
     assert state.line == "31 of 40 rows, 60 tokens/s, 1 s left, 1 error", "the wait for a program does not count"
-    assert session.map(iter(ROWS), "{text}")._progress()() == ("0 rows", None)
+    assert RowsSoFar().progress(Rows(iter(ROWS)).total, str)() == ("0 rows", None)
 
 
-def test_rows_that_run_count_for_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_run_count_for_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first of eight rows that end together says little of the others, unless their tokens are counted."""
     now = [100.0]
     monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    call = session.map(ROWS, "{text}", max_tokens=6)
+    so_far = RowsSoFar()
     live: Any = SimpleNamespace(handle=SimpleNamespace(token_ids=[1] * 6))
-    call._compiling, call._tokens = str, 1
-    look = call._progress()
+    so_far.tokens, look = 1, so_far.progress(Rows(ROWS).total, str)
     assert look().line == "0 of 40 rows"
     now[0] += 8.0
-    call._keep(RowAnswer(0, "x", completion_tokens=6))
-    call._tokens, call._live = 6, [live] * 7
+    so_far.keep(RowAnswer(0, "x", completion_tokens=6))
+    so_far.tokens, so_far.live = 6, [live] * 7
     assert look().line == "1 of 40 rows, 6 tokens/s"
     now[0] += 4.0
     live.handle.token_ids = [1] * 3
     for row in range(1, 8):
-        call._keep(RowAnswer(row, "x", completion_tokens=6))
-    call._tokens, call._live = 48, [live] * 8
+        so_far.keep(RowAnswer(row, "x", completion_tokens=6))
+    so_far.tokens, so_far.live = 48, [live] * 8
     assert look().line == "8 of 40 rows, 6 tokens/s, 28 s left", "12 of 40 are done, and 4 of them took 4 seconds"
 
 

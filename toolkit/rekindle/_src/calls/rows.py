@@ -393,6 +393,41 @@ class RowRequest:
     handle: Handle[Completion]
 
 
+class RowsSoFar:
+    """The answers of a call so far, and its requests that run: what its progress says."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, RowAnswer] = {}
+        self.live: list[RowRequest] = []
+        self.tokens: int = 0  # of answers that ended
+
+    def keep(self, answer: RowAnswer) -> None:
+        self.answers[answer.row] = answer
+
+    def progress(self, total: int | None, compiling: Callable[[], str]) -> Callable[[], State]:
+        """Return a function that says how many of `total` rows are answered, the rate of tokens and the time left."""
+        pace, before = Pace(compiling), len(self.answers)
+
+        def look() -> State:
+            ended, answers = len(self.answers), tuple(self.answers.values())
+            live = [len(entry.handle.token_ids) for entry in tuple(self.live)]
+            tokens = self.tokens + sum(live)
+            resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
+            computed, share = ended - resumed, None
+            if total is not None and computed > 0:  # running rows count by the mean length of ended ones
+                mean = max(1.0, self.tokens / computed)
+                share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
+            parts = [
+                f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
+                *pace.look(tokens, share),
+            ]
+            if errors := sum(answer.error is not None for answer in answers):
+                parts.append(words.count(errors, "error"))
+            return State(", ".join(parts), ended / total if total else None)
+
+        return look
+
+
 class RowMap(Call[RowAnswers]):
     """The call that `session.map` returns: await it for the answers. `answers` holds the answers so far."""
 
@@ -407,20 +442,18 @@ class RowMap(Call[RowAnswers]):
         self._sampling, self._options = sampling, options
         self._out: RowsFile | None = None if out is None else RowsFile(out)
         self._chat_options, self._parse, self._compiling, self._content = chat, parse, compiling, content
-        self._answers: dict[int, RowAnswer] = {}
-        self._live: list[RowRequest] = []
-        self._tokens = 0  # tokens of answers that ended
+        self._so_far = RowsSoFar()
         self._complete = False
 
     @property
     def answers(self) -> RowAnswers:
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
-        return RowAnswers((self._answers[row] for row in sorted(self._answers)), rows=self._rows.source)
+        return RowAnswers((self._so_far.answers[row] for row in sorted(self._so_far.answers)), rows=self._rows.source)
 
     async def _result(self) -> RowAnswers:
         if not self._complete:
             with (
-                Activity(self._progress(), quiet=self._config.quiet),
+                Activity(self._so_far.progress(self._rows.total, self._compiling), quiet=self._config.quiet),
                 self._out if self._out is not None else contextlib.nullcontext(),
             ):
                 await self._run()
@@ -435,45 +468,46 @@ class RowMap(Call[RowAnswers]):
                 if entry is None:
                     continue
                 await entry.handle.admit()
-                self._live.append(entry)
-                if len(self._live) >= most:
+                self._so_far.live.append(entry)
+                if len(self._so_far.live) >= most:
                     await self._wait()
-            while self._live:
+            while self._so_far.live:
                 await self._wait()
         except BaseException as error:
-            for entry in self._live:
+            for entry in self._so_far.live:
                 if not isinstance(error, Exception) and entry.handle.done and entry.handle.error is None:
                     self._answered(entry, entry.handle.completion())  # it ended just before the interrupt
                 entry.handle.cancel()
-            self._live = []
+            self._so_far.live = []
             outcome = "stopped before the first row was answered"
-            if self._answers and not isinstance(error, Exception):
+            if self._so_far.answers and not isinstance(error, Exception):
                 self._session.last = self.answers
                 total = "" if self._rows.total is None else f" of {self._rows.total:,}"
-                outcome = f"stopped after {len(self._answers):,}{total} rows; their answers are kept as session.last"
+                answered = f"{len(self._so_far.answers):,}{total} rows"
+                outcome = f"stopped after {answered}; their answers are kept as session.last"
             error.__traceback__ = None
             interrupted(error, outcome)
             raise
 
     def _ask(self, row: int, values: Any) -> RowRequest | None:
         """Make the request of a row. Return None if its answer is known, or if it has an error already."""
-        if row in self._answers and self._answers[row].error is None:
+        if row in self._so_far.answers and self._so_far.answers[row].error is None:
             return None  # the call was interrupted, and is awaited again
         try:
             content = self._content.of(row, values)
             prompt, identity = self._content.identified(self._prompts.fill(row, values, content), content)
             key = row_key(self._options, identity)
         except InvalidRequest as error:
-            if not isinstance(values, Mapping) and not self._answers:
+            if not isinstance(values, Mapping) and not self._so_far.answers:
                 raise  # rows of an iterator, which was not looked into before: the first is no row
-            self._keep(RowAnswer(row, error=error))
+            self._so_far.keep(RowAnswer(row, error=error))
             return None
         line = self._out.find(row, key) if self._out is not None else None
         if line is not None:
             tokens = line.get("prompt_tokens", 0), line.get("completion_tokens", 0)
             text, reason = line["text"], FinishReason(line["finish_reason"])
             parsed = self._parsed(text, line.get("not_parsed"))
-            self._keep(
+            self._so_far.keep(
                 RowAnswer(row, text, reason, *tokens, parsed=parsed.value, parse_error=parsed.problem, resumed=True)
             )
             return None
@@ -487,10 +521,10 @@ class RowMap(Call[RowAnswers]):
 
     async def _wait(self) -> None:
         """Wait until a row is answered, and keep all answers that are there."""
-        live = self._live
+        live = self._so_far.live
         await one_ended([entry.handle for entry in live])
         ended = [entry for entry in live if entry.handle.done]
-        self._live = [entry for entry in live if not entry.handle.done]
+        self._so_far.live = [entry for entry in live if not entry.handle.done]
         for entry in ended:
             error = entry.handle.error
             if error is None:
@@ -522,8 +556,8 @@ class RowMap(Call[RowAnswers]):
                 completion_tokens=usage.completion_tokens,
                 **({} if problem is None else {"not_parsed": [problem.reason, str(problem)]}),
             )
-        self._tokens += usage.completion_tokens
-        self._keep(answer)
+        self._so_far.tokens += usage.completion_tokens
+        self._so_far.keep(answer)
 
     def _parsed(self, text: str, problem: Any) -> ParseResult:
         """Return the object of a text that was read from the file, or the problem that was stored with it."""
@@ -533,40 +567,15 @@ class RowMap(Call[RowAnswers]):
 
     def _failed(self, row: int, key: str, error: Any, request_id: str = "") -> None:
         shared = isinstance(error, InvalidRequest) and error.field in _SHARED
-        if shared and all(answer.error is not None for answer in self._answers.values()):
+        if shared and all(answer.error is not None for answer in self._so_far.answers.values()):
             raise fresh(error)
         if self._out is not None:
             self._out.add(row, key, error={"type": type(error).__name__, "message": str(error)})
-        self._keep(RowAnswer(row, error=error, id=request_id))
-
-    def _keep(self, answer: RowAnswer) -> None:
-        self._answers[answer.row] = answer
-
-    def _progress(self) -> Any:
-        pace, before = Pace(self._compiling), len(self._answers)
-
-        def look() -> State:
-            ended, total, answers = len(self._answers), self._rows.total, tuple(self._answers.values())
-            live = [len(entry.handle.token_ids) for entry in tuple(self._live)]
-            tokens = self._tokens + sum(live)
-            resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
-            computed, share = ended - resumed, None
-            if total is not None and computed > 0:  # running rows count by the mean length of ended ones
-                mean = max(1.0, self._tokens / computed)
-                share = min(1.0, (computed + sum(min(1.0, count / mean) for count in live)) / max(1, total - resumed))
-            parts = [
-                f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
-                *pace.look(tokens, share),
-            ]
-            if errors := sum(answer.error is not None for answer in answers):
-                parts.append(words.count(errors, "error"))
-            return State(", ".join(parts), ended / total if total else None)
-
-        return look
+        self._so_far.keep(RowAnswer(row, error=error, id=request_id))
 
     def __repr__(self) -> str:
         total = "" if self._rows.total is None else f" of {self._rows.total:,}"
-        return f"<RowMap: {len(self._answers):,}{total} rows answered>"
+        return f"<RowMap: {len(self._so_far.answers):,}{total} rows answered>"
 
 
 class RowMapping(Requests, ChatRequests):
