@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import EOS
-from helpers.sessions import fake_front, opened, submission
+from helpers.sessions import client_of, fake_front, opened, submission
 from rekindle import Session
 from rekindle._src import capabilities
 from rekindle._src.capabilities import capabilities_of
@@ -129,8 +129,8 @@ def test_a_new_capability_is_one_class_and_what_it_names(session: Session) -> No
     size = session.config.page_size
     assert size is not None
     pages = len(prompt) // size * size
-    assert session._client.pin(prompt, logit_bias={7: 20}) == pages, "its pages are named by the same options"
-    assert session._client.unpin(prompt, logit_bias={7: 20}) == pages
+    assert client_of(session).pin(prompt, logit_bias={7: 20}) == pages, "its pages are named by the same options"
+    assert client_of(session).unpin(prompt, logit_bias={7: 20}) == pages
 
 
 WRONG: dict[str, dict[str, Any]] = {  # in the order in which they are told

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import anyio
 
-from helpers.sessions import CONFIG, eventually, fake_session
+from helpers.sessions import CONFIG, client_of, eventually, fake_session, host_of, result_of, writer_of
 from rekindle._src.dispatch.threads import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening
@@ -64,7 +64,7 @@ class LocalReplica:
             def made() -> Session:
                 session = self._make()
                 if self.replica is not mine:  # it died meanwhile
-                    session._host.close()
+                    host_of(session).close()
                 self.session = session
                 return session
 
@@ -127,8 +127,8 @@ class LocalReplica:
         session, self.replica, self.session = self.session, None, None
         self.hangs = False
         if session is not None:
-            session._host.close()
-            session._cache_writer.stop()  # its thread would wait for ever
+            host_of(session).close()
+            writer_of(session).stop()  # its thread would wait for ever
 
     def kill(self) -> None:
         self.killed += 1
@@ -150,7 +150,7 @@ def local_parts(make: Callable[[], Session], roles: Sequence[Role], connections:
 
     given = [another() for _ in roles]
     session = make()
-    info = _info_of(session._client)
+    info = _info_of(client_of(session))
     session.close()
 
     def close() -> None:
@@ -174,7 +174,7 @@ def local_fleet(
     def parts() -> FleetParts:
         return local_parts(make, given_roles, connections)
 
-    fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
+    fleet = run_sync(result_of(FleetOpening(parts, "fake", router, hang, size)))
     try:
         eventually(lambda: fleet.stats().ready == replicas)
         yield fleet, connections

@@ -24,6 +24,7 @@ if __name__ == "__main__":
         sys.modules.update(dict.fromkeys(("numba", "llvmlite", "llvmlite.binding")))  # type: ignore[arg-type]
 
 import rekindle  # noqa: E402
+from helpers.sessions import engine_of  # noqa: E402
 from helpers.small import MODEL, OPTIONS, plain, prompt  # noqa: E402
 from rekindle._src.opening import programs as opened_programs  # noqa: E402
 from rekindle._src.programs import warming  # noqa: E402
@@ -41,7 +42,7 @@ if __name__ == "__main__" and "--busy" in sys.argv:
 
 def native(session: Session) -> dict[str, bool]:
     """Whether each step program that is ready calls native kernels."""
-    programs: Any = session._engine.runner.programs
+    programs: Any = engine_of(session).runner.programs
     ready = [(key, programs.get(key)) for key in programs.ledger.ready if hasattr(key, "rows")]
     return {key.name: 'custom_call_target="rekindle_' in str(program.as_text()) for key, program in ready}
 
@@ -58,7 +59,7 @@ def main(mode: str, folder: str) -> dict[str, Any]:
         numba = at_first[1] or "numba" in sys.modules  # before the plain loop, which traces with kernels
         wrong = sum(tokens != plain(asked, len(tokens)) for asked, tokens in answers)
         session.check_integrity()
-        programs: Any = session._engine.runner.programs
+        programs: Any = engine_of(session).runner.programs
         foreseen = programs.recipes.kernels()
         return {
             "at_first": at_first[0],

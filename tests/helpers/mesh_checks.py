@@ -24,6 +24,7 @@ import pytest  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import adapters, checkpoints, mesh_models, picture_models, tapping  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
+from helpers.sessions import writer_of  # noqa: E402
 from rekindle._src.capabilities.captures.request import TAPS  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
@@ -241,7 +242,7 @@ def tiers_and_preemption(folder: Path) -> None:
 
 def once(session: Any, prompts: Any, ask: Any, expected: Any, mesh: Any) -> None:
     """Compare texts of a session that copies pages whatever that costs."""
-    tiers = session._cache_writer.tiers
+    tiers = writer_of(session).tiers
     assert tiers is not None
     tiers.costs.mode = "always"
     assert [one.token_ids for one in session.generate_sync(prompts, **ask)] == expected, (mesh, ask)

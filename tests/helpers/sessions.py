@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import numpy as np
@@ -33,6 +33,8 @@ from rekindle._src.text.backends import WholeTokenizer
 from rekindle._src.text.detokenizers import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.text.tokenizer_limits import byte_of_character
+
+T = TypeVar("T")
 
 CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512, page_size=8, max_queue=256, seed=0)
 
@@ -109,6 +111,16 @@ def writer_of(session: Session) -> Any:
     return session._cache_writer
 
 
+def host_of(session: Session) -> Any:
+    """Return the host of a session: its event loop, its queue and the thread of its steps."""
+    return session._host
+
+
+def client_of(session: Session) -> Any:
+    """Return the part of a session that makes calls of prompts and options."""
+    return session._client
+
+
 def front_of(session: Session) -> Any:
     """Return the front of a session, with its tokenizer, chat template and capabilities."""
     return session._front
@@ -146,7 +158,7 @@ def threads() -> set[threading.Thread]:
 
 def wait_until_idle(session: Session) -> None:
     """Wait until nothing lives in the session any more, and check that nothing leaked."""
-    eventually(lambda: session.stats().live == 0 and not session._engine.scheduler.has_work)
+    eventually(lambda: session.stats().live == 0 and not engine_of(session).scheduler.has_work)
     session.check_integrity()
 
 
@@ -162,6 +174,11 @@ def hold_steps(session: Session) -> threading.Event:
     gate: threading.Event = threading.Event()
     engine_of(session).runner.gate = gate
     return gate
+
+
+async def result_of(call: Awaitable[T]) -> T:
+    """Await a call, for tasks and event loops that want a coroutine."""
+    return await call
 
 
 async def cancel_once(ready: Callable[[], object], call: Callable[[], Awaitable[object]]) -> None:

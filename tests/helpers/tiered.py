@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import checkpoints  # noqa: E402
 from helpers.plain_loop import plain_loop  # noqa: E402
+from helpers.sessions import writer_of  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 
 MODEL = checkpoints.case("llama")
@@ -49,7 +50,7 @@ def opened(folder: Path, *, model: Any = MODEL, **options: Any) -> Session:
         "max_model_len": 128, "cache_dir": str(folder), "precompile": "lazy",
     }  # fmt: skip
     session = rekindle.open_sync(model, **settings | options)
-    tiers = session._cache_writer.tiers
+    tiers = writer_of(session).tiers
     assert tiers is not None
     tiers.costs.mode = "always"
     return session

@@ -19,7 +19,7 @@ from helpers.checkpoints import CASES, ONE_EACH, case, one_each
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.fakes import DictStore
 from helpers.programs import session_features
-from helpers.sessions import eventually
+from helpers.sessions import engine_of, eventually
 from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.core.sampling import Sampling
@@ -726,7 +726,7 @@ def test_one_whose_successor_does_not_compile_goes_on(
 async def test_a_text_goes_on_where_it_was_when_its_program_is_replaced() -> None:
     """Float32 tokens are the plain loop's, before and after, alone and in a batch."""
     async with opening(precompile="lazy", cache_dir=None, disk_memory=0) as session:
-        programs: Any = session._engine.runner.programs  # type: ignore[attr-defined]
+        programs: Any = engine_of(session).runner.programs  # type: ignore[attr-defined]
         programs.settle_for(Form.PARTS)
         handles = [session.submit(prompt(seed, 9), max_tokens=40, ignore_eos=True) for seed in range(3)]
         replacing = None

@@ -14,7 +14,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.fleets import LocalReplica, local_fleet
-from helpers.sessions import CONFIG, eventually, fake_session
+from helpers.sessions import CONFIG, client_of, eventually, fake_session, writer_of
 from rekindle import ConfigError, FinishReason, Fleet
 from rekindle._src.capabilities.pooling.request import PromptPooling
 from rekindle._src.core.extension import Extensions
@@ -123,7 +123,7 @@ async def test_many_streams_at_once(folder: str, alone: Session) -> None:
 @pytest.mark.thorough
 async def test_where_pages_can_not_be_taken_the_prompt_is_computed(folder: str, alone: Session) -> None:
     with apart(folder) as (fleet, replicas):
-        shared = replicas[0].session._client.shared[0]  # type: ignore[union-attr]
+        shared = client_of(replicas[0].session).shared[0]  # type: ignore[union-attr]
         shared.close()
         done = await fleet.generate(list(prompt(50)), max_tokens=24, ignore_eos=True)
         assert told(done) == await expected(alone, 50, {})
@@ -163,7 +163,7 @@ async def test_cancelled_before_its_pages_have_come(folder: str) -> None:
         pulls = replicas[1].replica._pulls  # type: ignore[union-attr]
         assert pulls is not None
         await anyio.to_thread.run_sync(lambda: eventually(lambda: pulls._held == 0))
-        host = replicas[1].session._cache_writer.tiers.host  # type: ignore[union-attr]
+        host = writer_of(replicas[1].session).tiers.host  # type: ignore[union-attr]
         await anyio.to_thread.run_sync(lambda: eventually(lambda: host.statistics().held == 0))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 import rekindle.serve
 from helpers.asgi import post, until
-from helpers.sessions import wait_until_idle
+from helpers.sessions import engine_of, wait_until_idle
 from helpers.small import TINY
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Session
@@ -133,7 +133,7 @@ async def test_a_client_that_leaves_aborts_its_requests(
     served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves while a step is under way that goes on only then, so none of its requests can be over before."""
-    runner, began, left = tiny._engine.runner, threading.Event(), threading.Event()
+    runner, began, left = engine_of(tiny).runner, threading.Event(), threading.Event()
     dispatch = runner.dispatch
 
     def held(plan: Any) -> Any:
@@ -158,7 +158,7 @@ async def test_others_are_not_refused_while_many_documents_are_ranked(
     served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tokens counted as waiting until the last document was ranked, and others got 429 for as long."""
-    life, runner, waiting = served.state.rekindle.life, tiny._engine.runner, list[int]()
+    life, runner, waiting = served.state.rekindle.life, engine_of(tiny).runner, list[int]()
     dispatch = runner.dispatch
 
     def noted(plan: Any) -> Any:

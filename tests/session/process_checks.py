@@ -33,6 +33,7 @@ import pytest  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
 from helpers.mesh_models import PROMPT, difference  # noqa: E402
+from helpers.sessions import writer_of  # noqa: E402
 from rekindle._src.kvcache.tiers.host import DividedHostTier  # noqa: E402
 from rekindle._src.processes import joining  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
@@ -223,7 +224,7 @@ def preemption_and_tiers(folder: Path) -> None:
     more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
     ask: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True, "temperature": 0.7, "seed": 5}
     with opened(folder, model, device_pages=13, **more) as (session, _):
-        tiers = session._cache_writer.tiers
+        tiers = writer_of(session).tiers
         assert tiers is not None
         tiers.costs.mode = "always"  # copying is preferred to computing
         found = [[one.token_ids for one in session.generate_sync(prompts, **ask)] for _ in range(2)]
@@ -247,7 +248,7 @@ def parts_of_pages(folder: Path) -> None:
     ask: dict[str, Any] = {"max_tokens": 6, "logprobs": 3}
     restore = "parts" if marker.exists() else None
     with opened(folder, model, device_pages=13, restore=restore, **disk) as (session, _):
-        tiers = session._cache_writer.tiers
+        tiers = writer_of(session).tiers
         assert tiers is not None and isinstance(tiers.host, DividedHostTier)
         tiers.costs.mode = "always"  # copying is preferred to computing
         team = tiers.host._others._followers  # type: ignore[attr-defined]

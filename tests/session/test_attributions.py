@@ -16,7 +16,7 @@ import pytest
 import rekindle
 from golden.make import PROMPT
 from helpers import checkpoints
-from helpers.sessions import eventually
+from helpers.sessions import eventually, result_of
 from helpers.small import MODEL, OPTIONS, opening, plain, prompt
 from helpers.tapping import relative
 from rekindle._src.capabilities.gradients.corrections import HeadArrays, corrected
@@ -199,7 +199,7 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
         assert tuple(tokens) == plain(ids, 24)
         made = owner.compilations
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: session.attribute(IDS, of=OF, method="integrated", steps=400)._result())
+            group.start_soon(result_of, session.attribute(IDS, of=OF, method="integrated", steps=400))
             await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
         await anyio.to_thread.run_sync(eventually, lambda: owner.threads.busy == 0)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.fakes import FakeModel
-from helpers.sessions import engine_of, expected, opened, threads, wait_until_idle
+from helpers.sessions import engine_of, expected, host_of, opened, threads, wait_until_idle
 from helpers.thorough import trio_in_ci
 from rekindle import EngineConfig, Session
 from rekindle._src.dispatch.threads import Mailbox
@@ -85,7 +85,7 @@ async def test_two_thousand_requests_cancelled_at_random_points() -> None:
                 for i in range(2000):
                     group.start_soon(one, i)
         wait_until_idle(session)
-        dispatch = session._host._dispatch
+        dispatch = host_of(session)._dispatch
         assert dispatch is not None and not dispatch.outputs and not dispatch.mailboxes
         assert session.stats().running == session.stats().waiting == 0
         assert engine_of(session).scheduler.statistics().leaving == 0

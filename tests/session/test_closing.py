@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from helpers.bounds import Within
-from helpers.sessions import engine_of, eventually, fake_front, fake_session, threads
+from helpers.sessions import engine_of, eventually, fake_front, fake_session, result_of, threads
 from rekindle import Session
 from rekindle._src.core.records import Status
 from rekindle._src.session.opening import Opening
@@ -166,5 +166,5 @@ def test_a_session_that_is_used_after_its_loop_has_ended() -> None:
         return session
 
     session = asyncio.run(open_and_leave())
-    assert asyncio.run(session.generate("y", max_tokens=1)._result()).text
+    assert asyncio.run(result_of(session.generate("y", max_tokens=1))).text
     session.close()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sessions import fake_session, opened
+from helpers.sessions import fake_session, host_of, opened
 from rekindle import Sampling
 from rekindle._src.calls.handle import Handle
 from rekindle._src.calls.prompts import Prompt
@@ -64,7 +64,7 @@ def bare_wake_ups() -> float:
 
 def streamed(session: Any, run: Callable[[Callable[[], Awaitable[float]]], float]) -> tuple[float, float]:
     """Caller's thread seconds for each delta at 1,000 deltas a second, and the median seconds from put to caller."""
-    handle = Handle(session._host, session, Prompt("x", None), Sampling())
+    handle = Handle(host_of(session), session, Prompt("x", None), Sampling())
     handle._submitted = True
     latencies: list[float] = []
 

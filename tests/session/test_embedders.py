@@ -109,9 +109,8 @@ async def test_a_text_is_computed_in_one_step_and_nothing_of_it_is_kept(gemma: S
     ids = [list(range(5, 5 + length)) for length in (60, 30, 96, 7, 1, 2)]
     async with gemma.paused():
         handles: Any = gemma.embed(ids, normalize=False)
-        gemma._host.limiter.try_enter(len(ids))
         for handle in handles._batch.handles:
-            handle._hand_over()
+            handle.submit()
         steps = []
         while sum(map(len, steps)) < len(ids):
             report = await gemma.step()

@@ -158,8 +158,7 @@ async def test_new_weights_amid_a_text_pool_new_states_only(cache_dir: str) -> N
     async with rekindle.open(tiny_model(), cache_dir=cache_dir, **OPTIONS) as session:
         handle: Any = session.embed(text, normalize=False)
         async with session.paused():
-            session._host.limiter.try_enter(1)
-            handle._batch.handles[0]._hand_over()
+            handle._batch.handles[0].submit()
             assert await session.step() is not None
             await session.swap_weights(other)
         expected = plain_states(other, text).mean(axis=0)

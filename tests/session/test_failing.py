@@ -8,7 +8,18 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import CONFIG, engine_of, eventually, expected, fake_front, fake_session, opened, parts, threads
+from helpers.sessions import (
+    CONFIG,
+    engine_of,
+    eventually,
+    expected,
+    fake_front,
+    fake_session,
+    host_of,
+    opened,
+    parts,
+    threads,
+)
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle._src.dispatch.device import Device
 from rekindle._src.dispatch.engine import Engine
@@ -83,7 +94,7 @@ async def test_a_request_whose_pages_are_miscounted_ends_alone(end: str, caplog:
         (sequence,) = (one for one in scheduler._running_set.running if one.id == broken.request_ids[0])
         scheduler.pool._refs[sequence.pages.ids[0]] -= 1
 
-    session._host.ask(miscount)
+    host_of(session).ask(miscount)
     if end == "cancelled":
         broken.cancel()
     with pytest.raises(RequestAborted if end == "cancelled" else RequestFailed):

@@ -13,7 +13,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.sessions import eventually
+from helpers.sessions import eventually, result_of
 from helpers.small import MODEL, opening, plain, prompt
 from helpers.tapping import relative
 from helpers.thorough import by_default
@@ -107,7 +107,7 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
                 await session.gradients(IDS, of=rekindle.logprob(5), at={"residual": 0})
         assert tuple(tokens) == plain(ids, 24)
         async with anyio.create_task_group() as group:
-            group.start_soon(lambda: session.gradients(IDS, of=rekindle.logprob(5), at={"mlp": 0})._result())
+            group.start_soon(result_of, session.gradients(IDS, of=rekindle.logprob(5), at={"mlp": 0}))
             await anyio.lowlevel.checkpoint()
             group.cancel_scope.cancel()
         await anyio.to_thread.run_sync(eventually, lambda: owner.threads.busy == 0)

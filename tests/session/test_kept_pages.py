@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.sessions import engine_of, writer_of
+from helpers.sessions import client_of, engine_of, writer_of
 from helpers.small import PAGE, opening
 from helpers.small import prompt as small_prompt
 from helpers.thorough import by_default
@@ -230,7 +230,7 @@ def test_the_host_moves_pages_as_programs_do(kv_dtype: str, monkeypatch: pytest.
             results = [
                 [
                     [np.asarray(leaf) for payload in payloads for leaf in payload]
-                    for payloads in await session._client.exclusive(partial(moved, by_host), lambda _: None)
+                    for payloads in await client_of(session).exclusive(partial(moved, by_host), lambda _: None)
                 ]
                 for by_host in (False, True)
             ]

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.sessions import host_of
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.calls.handle import Handle
@@ -106,7 +107,7 @@ def plainly(ids: list[int], use: PromptRows, count: int) -> tuple[int, ...]:
 
 def asked(session: Session, ids: list[int], use: PromptRows | None, count: int = 8, **options: Any) -> Handle[Any]:
     sampling = Sampling(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
-    return Handle(session._host, session, parse_one(ids).plus(use), sampling)
+    return Handle(host_of(session), session, parse_one(ids).plus(use), sampling)
 
 
 def ids_of(seed: int, length: int) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.sessions import wait_until_idle, writer_of
+from helpers.sessions import client_of, wait_until_idle, writer_of
 from helpers.thorough import by_default
 from helpers.tiered import NEW, opened, plain, prompt
 from rekindle._src.core.prefix import SHARED, PageNamespace, is_namespace
@@ -59,7 +59,7 @@ def test_digests_of_the_same_tokens_differ_between_salts_and_not_within_one(tmp_
                 cache = writer_of(session).cache
                 assert cache is not None
                 mine = {
-                    cache.digest_of(node) for node in cache.find(session._client.prefix(list(prompt(0)), salt=salt))
+                    cache.digest_of(node) for node in cache.find(client_of(session).prefix(list(prompt(0)), salt=salt))
                 }
                 assert digests.setdefault(salt, mine) == mine, "another process would not find its own pages"
     assert not digests[None] & digests["alice"] and not digests["alice"] & digests["bob"]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, tiered
-from helpers.sessions import eventually, writer_of
+from helpers.sessions import eventually, host_of, writer_of
 from helpers.tiered import LENGTH, NEW, ask, opened, plain, prompt
 from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPages, SnapshotRefused
 from rekindle._src.channels import greeting
@@ -267,7 +267,7 @@ def test_pages_that_were_not_asked_for_are_refused(both: Any, first: bytes, seco
         channel.send(MessageKind.PAGES, second)
 
     liar = Liar(two, answers)
-    puller = Puller(two._host, writer_of(two))
+    puller = Puller(host_of(two), writer_of(two))
     with pytest.raises(ProcessLost):
         puller.prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     assert ask(two, 0) == 0
@@ -286,7 +286,7 @@ def test_messages_without_pages_do_not_keep_a_session_waiting(both: Any) -> None
 
     liar = Liar(two, answers)
     with pytest.raises(ProcessLost, match="without pages"):
-        Puller(two._host, two._cache_writer).prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
+        Puller(host_of(two), writer_of(two)).prefix(liar.address, Prefix(np.asarray(prompt(0), np.int32)))
     two.check_integrity()
 
 
@@ -307,7 +307,7 @@ def test_an_index_is_verified(both: Any, change: str) -> None:
         channel.send(MessageKind.LISTED, segment.encode(identity.fields() | {"leaves": identity.leaves}, records))
 
     with pytest.raises(Exception, match=r"digest|token"):
-        Puller(two._host, writer_of(two)).likeliest(Liar(two, answers).address)
+        Puller(host_of(two), writer_of(two)).likeliest(Liar(two, answers).address)
     assert ask(two, 0) == 0
 
 
@@ -317,13 +317,13 @@ def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
     writer = writer_of(one)
 
     def answers(channel: BulkChannel, identity: Any) -> None:
-        nodes = one._host.ask(lambda: writer.cache.find(Prefix(np.asarray(prompt(0), np.int32))))
-        pairs = writer.payloads(one._host.ask(lambda: [writer.page_record(node) for node in nodes[:3]]))
+        nodes = host_of(one).ask(lambda: writer.cache.find(Prefix(np.asarray(prompt(0), np.int32))))
+        pairs = writer.payloads(host_of(one).ask(lambda: [writer.page_record(node) for node in nodes[:3]]))
         pieces = [memoryview(np.asarray(leaf).reshape(-1).view(np.uint8)) for _, pair in pairs for leaf in pair]
         channel.send_followed(MessageKind.PAGES, indexes(0, 1, 2), pieces)
         channel.close()
 
-    pulled = Puller(two._host, writer_of(two)).prefix(
+    pulled = Puller(host_of(two), writer_of(two)).prefix(
         Liar(two, answers).address, Prefix(np.asarray(prompt(0), np.int32))
     )
     assert (pulled.tokens, pulled.pages) == (24, 3)

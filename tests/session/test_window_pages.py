@@ -13,7 +13,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.python import run_python
-from helpers.sessions import writer_of
+from helpers.sessions import client_of, writer_of
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 
@@ -99,7 +99,7 @@ async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(
         assert list(edited.token_ids) == plain(model, [*prompts[2], *expected[2][:7], 9, 11], 15)
         drafted = await session.generate(repeats, **{**GREEDY, "max_tokens": 60})
         assert list(drafted.token_ids) == plain(model, repeats, 60)
-        scheduler, held = session._client.engine.scheduler, []
+        scheduler, held = client_of(session).engine.scheduler, []
         handle = session.submit(prompts[2], **{**GREEDY, "max_tokens": 100})
         async for _ in handle:
             held += [len(sequence.sides[0].pages) for sequence in scheduler._running_set.holders]
