@@ -348,7 +348,7 @@ def compare_drafts(folder: Path, name: str, drafters: dict[str, dict[str, Any]])
     """Compare the tokens of two devices with drafts with those of one without, of guided and penalised rows, too.
     Return what each drafter has brought to a request that runs alone."""
     StepCosts.best = lambda self, rows, gains, free, measured=True: len(gains)  # type: ignore[method-assign]
-    resting._PLAIN = 0
+    resting.PLAIN_STEPS = 0
     greedy: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.0}
     asked: list[dict[str, Any]] = [
         greedy,

@@ -27,7 +27,7 @@ class Lenient(Loop):
 
 
 def sequence_of(loop: Loop, request: Request) -> Sequence:
-    return loop.scheduler._alive[request.id]
+    return loop.scheduler.alive[request.id]
 
 
 def _miscounted(loop: Loop, sequence: Sequence) -> None:
@@ -40,7 +40,7 @@ def _freed(loop: Loop, sequence: Sequence) -> None:
 
 
 def _not_running(loop: Loop, sequence: Sequence) -> None:
-    loop.scheduler._running_set.running.remove(sequence)
+    loop.scheduler.running_set.running.remove(sequence)
 
 
 def _no_claims(loop: Loop, sequence: Sequence) -> None:
@@ -87,15 +87,15 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_used_again(
             loop.engine.abort(bad.id)
         while loop.step():
             assert not pages & {
-                page for other in loop.scheduler._alive.values() for page in other.pages.ids.tolist()
-            } or (bad.id in loop.scheduler._alive)
+                page for other in loop.scheduler.alive.values() for page in other.pages.ids.tolist()
+            } or (bad.id in loop.scheduler.alive)
     assert not loop.scheduler.has_work
     last = loop.events[bad.id][-1]
     assert last.finish_reason in (FinishReason.FAILED, FinishReason.ABORTED if end == "abort" else None)
     assert len(caplog.records) == 1 and bad.id in caplog.text
     exact(loop, *neighbours)
     assert pages <= quarantined(loop) and loop.pool.quarantined == len(quarantined(loop))
-    loop.scheduler._running_set.check_integrity()
+    loop.scheduler.running_set.check_integrity()
     loop.cache.check_integrity()
     loop.pool.check_integrity()
     assert not any(node.page in pages for node in loop.cache), "their content is not believed"
@@ -106,7 +106,7 @@ def test_a_broken_request_ends_alone_and_its_pages_are_not_used_again(
     for request in later:
         loop.submit(request)
     while loop.step():
-        assert not pages & {page for other in loop.scheduler._alive.values() for page in other.pages.ids.tolist()}
+        assert not pages & {page for other in loop.scheduler.alive.values() for page in other.pages.ids.tolist()}
     exact(loop, *later)
 
 

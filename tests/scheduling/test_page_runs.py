@@ -31,7 +31,7 @@ def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
     request = make_request(text(200), max_tokens=40)
     model.submit(request)
     while model.step():
-        held = [len(holding.pages) for sequence in model.scheduler._running_set.holders for holding in sequence.sides]
+        held = [len(holding.pages) for sequence in model.scheduler.running_set.holders for holding in sequence.sides]
         most = max([most, *held])
     assert most <= SPAN + 2 + 2 * 16 // PAGE
     assert model.output(request) == model.model.generate(request)

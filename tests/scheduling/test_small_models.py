@@ -57,7 +57,7 @@ class SmallModel:
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
 
 
 def small(
@@ -104,7 +104,7 @@ def test_shared_pages_are_computed_once() -> None:
 
 
 def test_it_rests_while_its_drafts_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
     loop, device, drafter = small(salt=1)
     for number in range(8):
         run(loop, text(9, number), temperature=1.0, seed=number)
@@ -145,7 +145,7 @@ def test_a_pause_does_not_grow_while_the_program_for_drafts_is_made() -> None:
     run(loop, text(9, 1), temperature=1.0, seed=1)
     assert programs.rows > 1, "drafts asked for it"
     assert not loop.scheduler.statistics().drafted_tokens
-    assert drafter._pause == resting._SHORTEST
+    assert drafter.pause == resting.SHORTEST_PAUSE
 
 
 @pytest.mark.usefixtures("eager")

@@ -169,7 +169,7 @@ def test_the_oldest_texts_leave_when_the_bytes_are_full() -> None:
     for tokens in texts:
         index.end(index.begin(SHARED, tokens.astype(np.int32)))
         assert index.bytes <= most
-    kept = sum(sys.getsizeof(text.tokens) for text in index._ended.values()) + index.table.nbytes
+    kept = sum(sys.getsizeof(text.tokens) for text in index.ended.values()) + index.table.nbytes
     assert most // 2 < kept <= most
     oldest, latest = index.begin(SHARED, ids(texts[0][:9].tolist())), index.begin(SHARED, ids(texts[-1][:9].tolist()))
     lookups = [PastLookup(RepeatChances(), index, text) for text in (oldest, latest)]
@@ -187,7 +187,7 @@ def test_a_text_of_use_outlives_others() -> None:
     for _ in range(200):
         index.end(index.begin(SHARED, rng.integers(0, 1 << 20, 200).astype(np.int32)))
         index.used(first)
-    assert first.number in index._ended
+    assert first.number in index.ended
 
 
 def test_a_prompt_that_the_index_has_is_not_added_again() -> None:
@@ -326,5 +326,5 @@ def test_the_texts_of_requests_that_ended_are_no_longer_live() -> None:
     loop.take(loop.scheduler.abort(requests[0].id))
     loop.run()
     exact(loop, *requests[1:])
-    assert not drafter.index._live
-    assert all(isinstance(text.tokens, array) for text in drafter.index._ended.values())
+    assert not drafter.index.live
+    assert all(isinstance(text.tokens, array) for text in drafter.index.ended.values())

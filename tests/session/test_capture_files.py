@@ -21,7 +21,7 @@ from helpers.sessions import eventually
 from helpers.thorough import anyio_backend  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle._src.capabilities.captures import request as captures
-from rekindle._src.capabilities.captures.files import CaptureFiles, _GrowingFile
+from rekindle._src.capabilities.captures.files import CaptureFiles, GrowingFile
 from rekindle._src.capabilities.captures.tapped import RequestTaps
 from rekindle._src.capabilities.captures.writer import MOST_UNATTENDED
 from rekindle._src.core.captured import Backlog, CapturedPart
@@ -113,7 +113,7 @@ async def test_a_full_disk_ends_its_own_request(
     def full(*arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rekindle._src.capabilities.captures.files._GrowingFile.append", full)
+    monkeypatch.setattr("rekindle._src.capabilities.captures.files.GrowingFile.append", full)
     failing = session.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed):
@@ -195,13 +195,13 @@ async def test_a_folder_that_is_exchanged_ends_its_own_request(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: Callable[[Path], object]
 ) -> None:
     plain = await session.generate(PROMPTS[0], **GREEDY)
-    finish = _GrowingFile.finish
+    finish = GrowingFile.finish
 
-    def exchanged(self: _GrowingFile, *arguments: Any) -> None:
+    def exchanged(self: GrowingFile, *arguments: Any) -> None:
         exchange(self._path.parent)
         finish(self, *arguments)
 
-    monkeypatch.setattr(_GrowingFile, "finish", exchanged)
+    monkeypatch.setattr(GrowingFile, "finish", exchanged)
     failing = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed, match="captures could not be written to"):
@@ -223,9 +223,9 @@ async def test_whatever_a_file_raises_it_raises_for_its_own_request(
     def failing(*arguments: Any) -> None:
         raise error
 
-    monkeypatch.setattr(_GrowingFile, call, failing)
+    monkeypatch.setattr(GrowingFile, call, failing)
     if call in ("close", "remove"):  # called where a write has failed
-        monkeypatch.setattr(_GrowingFile, "append", failing)
+        monkeypatch.setattr(GrowingFile, "append", failing)
     handle = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     beside = session.submit(PROMPTS[0], **GREEDY)
     with pytest.raises(RequestFailed, match="captures could not be written to") as raised:
@@ -239,13 +239,13 @@ async def test_a_disk_that_hangs_delays_its_own_request_alone(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = await session.generate(PROMPTS[0], **GREEDY)
-    works, append = threading.Event(), _GrowingFile.append
+    works, append = threading.Event(), GrowingFile.append
 
-    def hanging(self: _GrowingFile, *arguments: Any) -> None:
+    def hanging(self: GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
-    monkeypatch.setattr(_GrowingFile, "append", hanging)
+    monkeypatch.setattr(GrowingFile, "append", hanging)
     slow = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     given_up = session.submit(PROMPTS[1], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     with anyio.fail_after(60):
@@ -318,13 +318,13 @@ async def test_a_folder_that_hangs_at_the_door_has_a_bounded_number_of_threads(
 async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_are_counted(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, append = threading.Event(), _GrowingFile.append
+    works, append = threading.Event(), GrowingFile.append
 
-    def hanging(self: _GrowingFile, *arguments: Any) -> None:
+    def hanging(self: GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
-    monkeypatch.setattr(_GrowingFile, "append", hanging)
+    monkeypatch.setattr(GrowingFile, "append", hanging)
     monkeypatch.setattr(captures, "PATIENCE", 0.3)
     with anyio.fail_after(60):
         for _ in range(MOST_UNATTENDED):
@@ -344,9 +344,9 @@ async def test_requests_that_are_over_and_left_their_files_to_a_disk_that_hangs_
 async def test_what_waits_for_a_disk_is_bounded(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    works, append, waiting = threading.Event(), _GrowingFile.append, list[int]()
+    works, append, waiting = threading.Event(), GrowingFile.append, list[int]()
 
-    def hanging(self: _GrowingFile, *arguments: Any) -> None:
+    def hanging(self: GrowingFile, *arguments: Any) -> None:
         assert works.wait(60), "the disk was never mended"
         append(self, *arguments)
 
@@ -358,7 +358,7 @@ async def test_what_waits_for_a_disk_is_bounded(
             super().add(count)
             waiting.append(self.waiting)
 
-    monkeypatch.setattr(_GrowingFile, "append", hanging)
+    monkeypatch.setattr(GrowingFile, "append", hanging)
     monkeypatch.setattr("rekindle._src.capabilities.captures.request.Backlog", Small)
     options = {**GREEDY, "max_tokens": 40}
     slow = session.submit(PROMPTS[0], **options, capture=Capture({"norm": True}, into=tmp_path))
@@ -441,14 +441,14 @@ async def test_closing_leaves_what_was_written_whole(tmp_path: Path) -> None:
 
 @anyio_test
 async def test_a_session_that_drains_waits_for_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, works, finish = threading.Event(), threading.Event(), _GrowingFile.finish
+    begun, works, finish = threading.Event(), threading.Event(), GrowingFile.finish
 
-    def late(self: _GrowingFile, *arguments: Any) -> None:
+    def late(self: GrowingFile, *arguments: Any) -> None:
         begun.set()
         assert works.wait(60)
         finish(self, *arguments)
 
-    monkeypatch.setattr(_GrowingFile, "finish", late)
+    monkeypatch.setattr(GrowingFile, "finish", late)
     opened = await rekindle.open(MODEL, **OPTIONS)
     handle = opened.submit(PROMPTS[0], **GREEDY, capture=Capture({"norm": True}, into=tmp_path))
     async with anyio.create_task_group() as group:

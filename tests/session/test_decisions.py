@@ -114,7 +114,7 @@ def test_what_options_begin_with_is_found_in_linear_time(within: Within) -> None
         texts = [tuple(ids.tolist()) for ids in options]
         places = {text: place for place, text in enumerate(texts)}
         begins = [[places[text[:size]] for size in range(len(text)) if text[:size] in places] for text in texts]
-        assert reading._beginnings(options) == [known[-1] if known else None for known in begins]
+        assert reading.beginnings(options) == [known[-1] if known else None for known in begins]
     long = np.arange(1 << 18, dtype=np.int32)
     with within(2.0):
         assert reading.exclusive([long, long[:-1], long[1:]], {0: -1.0, 1: -0.5, 2: -9.0})[0] == -1.0

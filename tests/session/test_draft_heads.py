@@ -39,7 +39,7 @@ HEAD: dict[str, Any] = {**OPTIONS, "disk_memory": 0, "drafts": "mtp"}
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, and computes every draft."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
 
 
 class Pair(NamedTuple):

@@ -62,7 +62,7 @@ def paint(colour: Literal["red", "blue"], coats: Literal[1, 2] = 1) -> str:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes every draft that there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,7 @@ DRAFTERS = {
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafts in every step, as much as there is room for."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def test_a_link_out_of_a_folder_is_not_copied(tmp_path: Path, caplog: pytest.Log
     (source / "notes.txt").symlink_to(tmp_path / "secret")
     (source / "tokenizer.json").symlink_to(blobs / "blob")
     (source / "vocab.txt").write_text("a")
-    exporting._copy_text(source, tmp_path / "out")
+    exporting.copy_text(source, tmp_path / "out")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["tokenizer.json", "vocab.txt"]
     assert "notes.txt leads out of its folder and is not copied" in caplog.text
 
@@ -236,4 +236,4 @@ def test_a_template_whose_name_is_no_file_name_is_refused(
     monkeypatch.setattr(exporting.Tokenizer, "load", lambda source: Bare())
     monkeypatch.setattr(exporting.ChatTemplate, "load", lambda source: ChatTemplate({"default": "x", name: "y"}))
     with pytest.raises(CheckpointError, match=r"has a chat template named .*, which can't be the name of a file"):
-        exporting._write_text(tmp_path / "model.gguf", {}, tmp_path)
+        exporting.write_text(tmp_path / "model.gguf", {}, tmp_path)

@@ -91,7 +91,7 @@ async def test_a_request_whose_pages_are_miscounted_ends_alone(end: str, caplog:
         break
 
     def miscount() -> None:
-        (sequence,) = (one for one in scheduler._running_set.running if one.id == broken.request_ids[0])
+        (sequence,) = (one for one in scheduler.running_set.running if one.id == broken.request_ids[0])
         scheduler.pool._refs[sequence.pages.ids[0]] -= 1
 
     host_of(session).ask(miscount)

@@ -89,7 +89,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
     monkeypatch.setattr(cache_writer, "COLD_SECONDS", 0.0)
     looked: list[bool] = []
     thrice = threading.Event()
-    prepare = cache_writer.CacheWriter._prepare_restart
+    prepare = cache_writer.CacheWriter.store_for_restart
 
     def noticed(self: cache_writer.CacheWriter, *, all_of_them: bool = False) -> None:
         prepare(self, all_of_them=all_of_them)
@@ -100,7 +100,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
     def stored() -> set[str]:
         return {json.loads(one.read_text())["name"] for one in tmp_path.glob("programs/*/rekindle/meta.json")}
 
-    monkeypatch.setattr(cache_writer.CacheWriter, "_prepare_restart", noticed)
+    monkeypatch.setattr(cache_writer.CacheWriter, "store_for_restart", noticed)
     async with opening(precompile="lazy", cache_dir=tmp_path, disk_memory=1 << 28) as session:
         await session.generate(prompt(0, 40), max_tokens=4, ignore_eos=True)
         assert await anyio.to_thread.run_sync(thrice.wait, 60)

@@ -19,7 +19,7 @@ import rekindle
 from helpers.small import TINY
 from rekindle import Capture, EngineConfig, Session
 from rekindle._src.calls.conversation import Conversation
-from rekindle._src.calls.embedding import EMBEDS, _say_untrained
+from rekindle._src.calls.embedding import EMBEDS, say_untrained
 from rekindle._src.calls.handle import Completions
 from rekindle._src.core import cell_errors
 from rekindle._src.core.foreign_calls import (
@@ -507,7 +507,7 @@ def test_a_line_after_a_cell_is_about_objects_of_this_package_alone(
 
 
 def test_a_chat_model_names_a_model_that_embeds_and_opens(caplog: pytest.LogCaptureFixture) -> None:
-    _say_untrained.__wrapped__("a model")
+    say_untrained.__wrapped__("a model")
     assert f'such as "{EMBEDS}"' in caplog.text and "embed" in EMBEDS.lower()
     assert config_from_hf(QWEN3_EMBEDDING).model_type == "qwen3"
     with pytest.raises(ValueError, match="bert"):

@@ -17,7 +17,7 @@ from rekindle import Session, tiny
 from rekindle._src.calls import embedding
 from rekindle._src.core.captured import Captured
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.options import _NoArgument
+from rekindle._src.core.options import NoArgument
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -74,9 +74,9 @@ def _methods_that_check_their_arguments(owner: Any) -> list[tuple[Any, list[str]
     methods = []
     for name in dir(type(owner)):
         function = inspect.getattr_static(type(owner), name)
-        if inspect.isfunction(function) and any(isinstance(one, _NoArgument) for one in function.__defaults__ or ()):
+        if inspect.isfunction(function) and any(isinstance(one, NoArgument) for one in function.__defaults__ or ()):
             names = list(inspect.signature(function).parameters)[1:]
-            absent = sum(isinstance(one, _NoArgument) for one in function.__defaults__ or ())
+            absent = sum(isinstance(one, NoArgument) for one in function.__defaults__ or ())
             methods.append((getattr(owner, name), names[:absent]))
     return methods
 
@@ -187,14 +187,14 @@ def test_a_text_is_a_chat_of_one_message(session: Session) -> None:
 def test_the_mean_of_a_chat_model_is_called_that_once(
     session: Session, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    embedding._say_untrained.cache_clear()
+    embedding.say_untrained.cache_clear()
     session.embed("x", pooling="mean")
     assert not caplog.records, "that was meant"
     session.embed("x")
     session.embed(["x", "y"])
     told = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert len(told) == 1 and "it was not trained to bring texts" in told[0].getMessage()
-    embedding._say_untrained.cache_clear()
+    embedding.say_untrained.cache_clear()
     monkeypatch.setattr(session, "_front", session._front._replace(embedder=Embedder(8, trained=True)))
     session.embed("x")
     assert len(caplog.records) == 1, "it was trained for that"

@@ -40,7 +40,7 @@ def notebook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def at_the_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer.CacheWriter, "_tick", lambda self: None)
+    monkeypatch.setattr(writer.CacheWriter, "tick", lambda self: None)
 
 
 def waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def nothing_left() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    consents._granted.clear()
+    consents.granted.clear()
     eventually(lambda: threads() <= before)
 
 

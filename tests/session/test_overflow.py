@@ -96,13 +96,13 @@ async def test_a_chat_with_room_is_as_it_was(session: Session) -> None:
 
 @anyio_test
 async def test_a_short_chat_is_not_measured(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured, measure = list[int](), OverflowFit._measure
+    measured, measure = list[int](), OverflowFit.measure
 
     def counting(fit: OverflowFit) -> Any:
         measured.append(1)
         return measure(fit)
 
-    monkeypatch.setattr(OverflowFit, "_measure", counting)
+    monkeypatch.setattr(OverflowFit, "measure", counting)
     assert (await session.chat(long_chat(2), overflow="drop", max_tokens=8)).left_out is None and not measured
     messages = [{"role": role, "content": "é" * 40} for role in 4 * ("user", "assistant")]
     messages.append({"role": "user", "content": "And now?"})
@@ -115,13 +115,13 @@ async def test_a_short_chat_is_not_measured(session: Session, monkeypatch: pytes
 @pytest.mark.thorough
 async def test_two_hundred_turns_share_their_prompts(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most turns find the pages of the one before, and rendering is bounded whatever the length of the chat."""
-    rendered, render = list[int](), intake._render
+    rendered, render = list[int](), intake.render_chat
 
     async def counting(submission: Any) -> Any:
         rendered.append(1)
         return await render(submission)
 
-    monkeypatch.setattr(intake, "_render", counting)
+    monkeypatch.setattr(intake, "render_chat", counting)
     chat = session.conversation("Be brief.", max_tokens=12, ignore_eos=True)
     hits, renders, firsts = 0, list[int](), list[int]()
     for number in range(200):

@@ -150,7 +150,7 @@ def test_the_time_left_is_that_of_recent_progress(monkeypatch: pytest.MonkeyPatc
         now[0] += 2.0
         words = pace.look(10 * row, row / 60)
     assert words[1:] == ["60 s left"], "the latest half does"
-    assert len(pace._marks) < 20
+    assert len(pace.marks) < 20
 
 
 def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:
@@ -194,7 +194,7 @@ def test_the_command_line_shows_the_wait(
     terminal: Terminal, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What begins while the session opens may be compiled before the request comes, which then waits for nothing.
-    monkeypatch.setattr(Warming, "_make_first", lambda *_: None)
+    monkeypatch.setattr(Warming, "make_first", lambda *_: None)
     arguments = ["generate", "Once", "--max-tokens", "4", "--max-model-len", "64", "--cache-dir", str(tmp_path)]
     assert main(arguments) == 0
     text = terminal.getvalue()

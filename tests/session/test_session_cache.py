@@ -257,13 +257,13 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         listed.clear()
         for _ in range(nodes):  # twice through the tree
             keep(cold=1e6, visited=True)
-            assert writer._complete_at == -1, "most of it is neither cold nor visited"
+            assert writer.complete_at == -1, "most of it is neither cold nor visited"
         assert listed == [nodes, nodes]
         disk = writer.tiers.disk  # type: ignore[union-attr]
         assert disk is not None and len(disk) == 4, "what both prompts share was visited"
         keep(cold=0.0, visited=False)
         assert len(disk) == nodes
-        assert writer._complete_at == engine_of(session).scheduler.cache.version
+        assert writer.complete_at == engine_of(session).scheduler.cache.version
 
 
 @pytest.mark.thorough

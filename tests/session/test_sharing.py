@@ -35,6 +35,7 @@ from rekindle._src.kvcache.sharing import (
     PageSource,
     Puller,
     introduction,
+    page_address,
     parts,
 )
 
@@ -294,7 +295,7 @@ def test_messages_without_pages_do_not_keep_a_session_waiting(both: Any) -> None
 def test_an_index_is_verified(both: Any, change: str) -> None:
     one, two, shared = both
     ask(one, 0)
-    with PageSource(shared._page_address(), writer_of(two).tiers.identity) as source:
+    with PageSource(page_address(shared), writer_of(two).tiers.identity) as source:
         pages = source.list_pages(100)
     assert len(pages) >= PAGES
 

@@ -37,7 +37,7 @@ def test_the_second_of_two_short_sessions_finds_the_pages_of_the_first(
     monkeypatch.setattr("rekindle._src.opening.cache.in_notebook", lambda: in_notebook)
     monkeypatch.setattr("rekindle._src.opening.cache.LOOK_SECONDS", 600.0)
     monkeypatch.setattr(writer, "CLOSE_SECONDS", 600.0)
-    monkeypatch.setattr(writer.CacheWriter, "_tick", lambda self: None)  # nothing is saved before the session closes
+    monkeypatch.setattr(writer.CacheWriter, "tick", lambda self: None)  # nothing is saved before the session closes
     loaded = model(name)
     texts = []
     for cached, restore in (0, None), (64, None if in_notebook else "auto"):

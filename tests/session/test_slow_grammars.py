@@ -72,7 +72,7 @@ async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Six objects whose tokens run out together: a neighbour waits for one search at a time."""
-    clock, shortest = Clock(), endings.Ending._shortest
+    clock, shortest = Clock(), endings.Ending.shortest
     looks: set[tuple[int, int]] = set()  # at which of the neighbour's tokens an end was looked for, and in which text
 
     def slow(self: Any, matcher: Any, left: int) -> tuple[int, ...] | None:
@@ -80,7 +80,7 @@ async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
         looks.add((len(neighbour.token_ids), id(self)))
         return shortest(self, matcher, left)
 
-    monkeypatch.setattr(endings.Ending, "_shortest", slow)
+    monkeypatch.setattr(endings.Ending, "shortest", slow)
     monkeypatch.setattr(endings, "time", clock)
     monkeypatch.setattr(guides, "time", clock)
     neighbour = session.submit("hello", max_tokens=900, ignore_eos=True)

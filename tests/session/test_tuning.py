@@ -127,7 +127,7 @@ async def test_a_training_that_was_cut_off_goes_on_where_it_was(
     async with opening(precompile="lazy") as session:
         whole = session.tune("mine", PAIRS, **options)
         await whole
-    task, update, runs = TrainingRun._task, Trainer.update, list[TrainingRun]()
+    task, update, runs = TrainingRun.task, Trainer.update, list[TrainingRun]()
 
     def cut_task(self: TrainingRun, step: int, *rest: Any) -> Any:
         runs.append(self)
@@ -148,7 +148,7 @@ async def test_a_training_that_was_cut_off_goes_on_where_it_was(
             return (yield from update(self, rate))
 
     with monkeypatch.context() as patched:
-        patched.setattr(TrainingRun, "_task", cut_task)
+        patched.setattr(TrainingRun, "task", cut_task)
         patched.setattr(Trainer, "update", cut_update)
         async with opening(precompile="lazy", cache_dir=str(tmp_path)) as session:
             steps = (await session.tune("mine", PAIRS, **options)).steps
@@ -170,7 +170,7 @@ async def test_a_training_that_was_cut_off_goes_on_where_it_was(
 @pytest.mark.thorough
 async def test_a_probe_goes_on_in_another_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"rank": 1, "steps": 4, "every": 2, "probe": "The sky is"}
-    task = TrainingRun._task
+    task = TrainingRun.task
 
     def cut(self: TrainingRun, step: int, *rest: Any) -> Any:
         if step == 3:
@@ -180,7 +180,7 @@ async def test_a_probe_goes_on_in_another_session(tmp_path: Path, monkeypatch: p
     for resumed, steps in (0, 3), (3, 4):
         with monkeypatch.context() as patched:
             if not resumed:
-                patched.setattr(TrainingRun, "_task", cut)
+                patched.setattr(TrainingRun, "task", cut)
             async with await rekindle.open("tiny", **TINY, cache_dir=str(tmp_path)) as session:
                 run = session.tune("mine", [("The sky is", " red.")], **options)
                 report = await run

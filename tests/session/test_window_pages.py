@@ -102,7 +102,7 @@ async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(
         scheduler, held = client_of(session).engine.scheduler, []
         handle = session.submit(prompts[2], **{**GREEDY, "max_tokens": 100})
         async for _ in handle:
-            held += [len(sequence.sides[0].pages) for sequence in scheduler._running_set.holders]
+            held += [len(sequence.sides[0].pages) for sequence in scheduler.running_set.holders]
             if len(held) > 30:
                 break
         handle.cancel()

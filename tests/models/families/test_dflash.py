@@ -121,7 +121,7 @@ def test_near_the_end_of_the_context_nothing_is_drafted(
 ) -> None:
     """A block has no room there."""
     monkeypatch.setattr(StepCosts, "best", lambda self, rows, gains, free, measured=True: len(gains))
-    monkeypatch.setattr(resting, "_PLAIN", 0)
+    monkeypatch.setattr(resting, "PLAIN_STEPS", 0)
     raw = block_heads.raw_of(RAW)
     head, options = eagle.write(tmp_path, raw, block_heads.tensors(raw)), {**BLOCKS, "max_model_len": 96}
     ask: dict[str, Any] = {"max_tokens": 36, "ignore_eos": True, "temperature": 0.0, "logit_bias": {20: 60.0}}

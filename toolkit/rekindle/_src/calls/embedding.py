@@ -35,7 +35,7 @@ EMBEDS = "Qwen/Qwen3-Embedding-0.6B"  # its family opens, and its files say how 
 
 
 @functools.cache
-def _say_untrained(model: str) -> None:
+def say_untrained(model: str) -> None:
     log.warning(
         "%s is a chat model: the mean of its hidden states tells texts apart, but it was not trained to bring texts of "
         'one meaning together. For a search open a model that embeds, such as "%s", in addition; pooling="mean" says '
@@ -162,7 +162,7 @@ class EmbeddingMethods:
         content, weights = split(options)
         embedder = self._front.embedder
         if pooling is None and self._front.chat is not None and not (embedder.trained or embedder.alone):
-            _say_untrained(self._front.model)
+            say_untrained(self._front.model)
         size = embedder.size
         if pooling not in (None, *POOLINGS):
             raise InvalidRequest("pooling", pooling, "is not known", f"Use {' or '.join(map(repr, POOLINGS))}")

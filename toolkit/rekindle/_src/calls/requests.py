@@ -498,7 +498,7 @@ class Pace:
         self._first: int | None = None  # the first count of tokens above zero
         self._latest = (0.0, 0)  # the time of the last look, and its count of tokens
         self._running = 0.0  # seconds
-        self._marks: deque[tuple[float, float]] = deque()  # shares, each with the seconds at which it was first seen
+        self.marks: deque[tuple[float, float]] = deque()  # shares, each with the seconds at which it was first seen
 
     def look(self, total: int, fraction: float | None) -> list[str]:
         """Return the rate, the time left and the program in compilation, from all tokens and the share so far.
@@ -523,9 +523,9 @@ class Pace:
 
     def _left(self, fraction: float) -> float | None:
         """Return the seconds left at a share; None while nothing is known of its growth."""
-        if fraction and (not self._marks or fraction * 63 / 64 > self._marks[-1][0]):  # so that they stay few
-            self._marks.append((fraction, self._running))
-        while len(self._marks) > 2 and self._marks[1][0] <= fraction / 2:
-            self._marks.popleft()
-        share, since = self._marks[0] if self._marks else (fraction, 0.0)
+        if fraction and (not self.marks or fraction * 63 / 64 > self.marks[-1][0]):  # so that they stay few
+            self.marks.append((fraction, self._running))
+        while len(self.marks) > 2 and self.marks[1][0] <= fraction / 2:
+            self.marks.popleft()
+        share, since = self.marks[0] if self.marks else (fraction, 0.0)
         return (self._running - since) / (fraction - share) * (1 - fraction) if fraction > share else None

@@ -318,14 +318,14 @@ if TYPE_CHECKING:
         def __call__(self, function: F, /) -> F: ...
 
 
-class _NoArgument:
+class NoArgument:
     """Stands for an argument that was not passed. Calls refuse it by their own checks, or by `refuse_missing`."""
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-_NO_ARGUMENT = _NoArgument()
+_NO_ARGUMENT = NoArgument()
 
 
 def _with_missing(function: Any, signature: inspect.Signature) -> None:
@@ -348,7 +348,7 @@ def refuse_missing(call: Callable[..., object], **arguments: object) -> None:
     A call passes the arguments that it has no check of its own for, after it has refused unknown keywords.
     """
     for name, value in arguments.items():
-        if isinstance(value, _NoArgument):
+        if isinstance(value, NoArgument):
             required = [one for one in inspect.signature(call).parameters.values() if one.default is one.empty][1:]
             words = (f"{one.name}=…" if one.kind is one.KEYWORD_ONLY else one.name for one in required)
             raise InvalidRequest(name, value, "is missing", f"Write {call.__name__}({', '.join(words)})")

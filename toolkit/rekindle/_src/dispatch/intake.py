@@ -160,12 +160,12 @@ class _Intake:
         """Render and encode a prompt."""
         front, capabilities = self._front, self._capabilities
         async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-            submission = await _render(submission)
+            submission = await render_chat(submission)
             spelled = capabilities.spelled(submission, front)
             return ReadPrompt(submission, capabilities.expanded(spelled, await tokenize(spelled, front), front))
 
 
-async def _render(submission: Submission) -> Submission:
+async def render_chat(submission: Submission) -> Submission:
     """Return the submission with its prompt's text. Raises `RequestAborted` if it was cancelled."""
     submission.mailbox.check_waited_for()
     if submission.render is None:

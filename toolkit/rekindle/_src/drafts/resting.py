@@ -19,8 +19,8 @@ from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.drafting.proposal import Acceptance, RequestDrafts
 from rekindle._src.scheduling.sequence import Sequence
 
-_SHORTEST, _LONGEST, _LONGER = 32, 1024, 4  # steps of a pause, and by how much the next one is longer
-_PLAIN, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
+SHORTEST_PAUSE, _LONGEST, _LONGER = 32, 1024, 4  # steps of a pause, and by how much the next one is longer
+PLAIN_STEPS, _PERIOD = 8, 1024  # in the first of so many steps nothing is drafted, so that plain steps are timed
 _PATIENCE = 2  # steps in a row that wait for a request and have no drafts, after which the request rests
 _REQUESTS = 3  # requests that rested in a row, after which the drafter rests
 _PROVEN = 8  # steps in a row with drafts of a request, after which they are known to pay
@@ -38,7 +38,7 @@ class WeightsDrafts(RequestDrafts):
         super().__init__()
         self.drafter, self.acceptance = drafter, Acceptance()
         self.near = FAR  # the drafter's `wakes` if the request can draft in its next step
-        self.rests_until, self.pause = 0, _SHORTEST  # the step after which it may draft again, and steps of a rest
+        self.rests_until, self.pause = 0, SHORTEST_PAUSE  # the step after which it may draft again, and steps of a rest
         self.row = 0  # steps in a row with drafts of this drafter, or, below 0, that waited for nothing
         self.declined_after = -1  # the step after which a step had no drafts for it, since they didn't pay
 
@@ -75,7 +75,7 @@ class WeightsDrafter(Drafter):
         self.places = [Acceptance() for _ in range(DRAFTS)]  # of all requests
         self.step = 0  # the latest that was planned
         self.wakes = 0  # how often it began to draft
-        self._pause, self._rest = _SHORTEST, 0
+        self.pause, self._rest = SHORTEST_PAUSE, 0
         self._failed = 0  # requests that rested in a row
         self._trial: WeightsDrafts | None = None  # the request by which it is tried if drafts pay again
         # The requests that the step being planned waited for, and whether it has drafts.
@@ -113,13 +113,13 @@ class WeightsDrafter(Drafter):
             self._drafts = True
             drafts.row = max(0, drafts.row) + 1
             if drafts.row == _PROVEN:
-                self._pause, self._failed, drafts.pause = _SHORTEST, 0, _SHORTEST
+                self.pause, self._failed, drafts.pause = SHORTEST_PAUSE, 0, SHORTEST_PAUSE
         elif drafts.asks:
             self._waited.append(drafts)
 
     def planned(self, step: int) -> None:
         slept, before, self.step = not self.awake, self.step, step
-        self._measures = step % _PERIOD < _PLAIN
+        self._measures = step % _PERIOD < PLAIN_STEPS
         if self._rest:
             self._rest -= 1
             if not self._rest:
@@ -139,12 +139,12 @@ class WeightsDrafter(Drafter):
                 continue
             drafts.row, self._trial = 0, None
             if drafts.declined_after != before:  # their program is being made
-                drafts.rests_until = self.step + _SHORTEST
+                drafts.rests_until = self.step + SHORTEST_PAUSE
                 continue
             drafts.rests_until = self.step + drafts.pause
             drafts.pause = min(_LONGER * drafts.pause, _LONGEST)
             drafts.acceptance.doubt(_DOUBTED)
             self._failed += 1
         if self._failed >= max(known + 1, _REQUESTS):
-            self._rest = self._pause
-            self._pause = min(_LONGER * self._pause, _LONGEST)
+            self._rest = self.pause
+            self.pause = min(_LONGER * self._pause, _LONGEST)

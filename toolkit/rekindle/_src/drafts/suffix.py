@@ -73,8 +73,8 @@ class SuffixIndex:
         zeros: Any = np.zeros(self._entries, np.int64)  # pages of memory that are not written take none
         self.table: memoryview[int] = memoryview(zeros)  # of texts and places in them; 0: of none
         self._most_bytes = most_bytes - self.table.nbytes
-        self._live: dict[int, IndexedText] = {}  # of requests that go on
-        self._ended: OrderedDict[int, IndexedText] = OrderedDict()  # the one that was used last is the last one
+        self.live: dict[int, IndexedText] = {}  # of requests that go on
+        self.ended: OrderedDict[int, IndexedText] = OrderedDict()  # the one that was used last is the last one
         self._ended_bytes = 0
         self._texts = 0
 
@@ -102,7 +102,7 @@ class SuffixIndex:
         if known > DEPTH and self._has(namespace, tokens[known - DEPTH : known]):
             first = known - DEPTH
         text = IndexedText(self._texts, namespace, array("i", tokens[first:].astype(np.int32).tobytes()))
-        self._live[text.number] = text
+        self.live[text.number] = text
         ids = tokens[first:].astype(np.int64)
         new = keys_of(ids)[max(0, known - first - SIZE + 1) if first else 0 :]
         entries = (new ^ mixed_in(namespace)) % self._entries
@@ -121,19 +121,19 @@ class SuffixIndex:
 
     def end(self, text: IndexedText) -> None:
         """Note that a text grows no more. The oldest ones leave the index if there is no room for it."""
-        if self._live.pop(text.number, None) is None:
+        if self.live.pop(text.number, None) is None:
             return
         text.tokens = array("i", text.tokens)  # without room to grow
-        self._ended[text.number] = text
+        self.ended[text.number] = text
         self._ended_bytes += text.bytes
         while self._ended_bytes > self._most_bytes:
-            _, oldest = self._ended.popitem(last=False)
+            _, oldest = self.ended.popitem(last=False)
             self._ended_bytes -= oldest.bytes
 
     def used(self, text: IndexedText) -> None:
         """Note that a text was of use: others leave the index before it."""
-        if text.number in self._ended:
-            self._ended.move_to_end(text.number)
+        if text.number in self.ended:
+            self.ended.move_to_end(text.number)
 
     def find(self, place: int, namespace: PageNamespace, tokens: array[int]) -> tuple[IndexedText, int, int] | None:
         """Return the text that `place`, an entry of the table, is of, the place in it and by how many tokens, at most
@@ -141,7 +141,7 @@ class SuffixIndex:
         namespace.
         """
         number, at = place >> _PLACES, place & _PLACE
-        text = self._live.get(number) or self._ended.get(number)
+        text = self.live.get(number) or self.ended.get(number)
         if text is None or text.namespace != namespace:
             return None
         earlier, end = text.tokens, len(tokens)
@@ -157,8 +157,8 @@ class SuffixIndex:
     def clear(self) -> None:
         """Forget all texts, also the texts of requests that go on."""
         np.asarray(self.table)[:] = 0
-        self._live.clear()
-        self._ended.clear()
+        self.live.clear()
+        self.ended.clear()
         self._ended_bytes = 0
 
     def _has(self, namespace: PageNamespace, tokens: IntArray) -> bool:

@@ -177,7 +177,7 @@ class CacheWriter:
         self._at_work = threading.Lock()  # held during a job, and while something is saved in the background
         self._leaving = False  # the interpreter exits: nothing more is saved in the background
         self._stopped = False
-        self._complete_at = -1  # the tree's version when everything cold in it was on disk
+        self.complete_at = -1  # the tree's version when everything cold in it was on disk
         self._restart_ready = False  # True once a restart finds its programs in the store
         self._distrusted = self._disk is not None and self._disk.distrusted is not None
         self._saving = Retries("pages are not saved in the background now")
@@ -220,7 +220,7 @@ class CacheWriter:
         A job that waits for a disk can't be stopped: wait for no longer.
         """
         cache = self.cache
-        if self._disk is None or self._distrusted or cache is None or cache.version in (0, self._complete_at):
+        if self._disk is None or self._distrusted or cache is None or cache.version in (0, self.complete_at):
             return None
         deadline = time.monotonic() + 0.75 * CLOSE_SECONDS
         return self.submit(lambda: self._keep(sys.maxsize, cold=0.0, visited=False, deadline=deadline))
@@ -250,7 +250,7 @@ class CacheWriter:
                 job, reply = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
             except queue.Empty:
                 with self._at_work:
-                    self._tick()
+                    self.tick()
                 continue
             with self._at_work:
                 self._do(job, reply)
@@ -272,15 +272,15 @@ class CacheWriter:
         except BaseException as error:
             reply.set_exception(error)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         """Save some of the pages that are due. If that fails, it is tried again later; only the first failure is a
         warning."""
         cache = self.cache
         if self._distrusted or self._leaving or cache is None or self._loop.closing:
             return
-        if cache.version == self._complete_at:
+        if cache.version == self.complete_at:
             if (self.saved_bytes or self._finds_stored) and self._preparing.due:
-                self._prepare_restart()
+                self.store_for_restart()
             return
         if not self._saving.due:
             return
@@ -296,9 +296,9 @@ class CacheWriter:
 
     def prepare_restart(self) -> None:
         """Store all programs that a restart needs for the pages. Call it in the writer's thread."""
-        self._prepare_restart(all_of_them=True)
+        self.store_for_restart(all_of_them=True)
 
-    def _prepare_restart(self, *, all_of_them: bool = False) -> None:
+    def store_for_restart(self, *, all_of_them: bool = False) -> None:
         """Store the programs that a restart needs for the pages, one in a tick: storing one takes a core meanwhile.
 
         Pages are useful without them: a failure is logged, and the restart compiles unless a later attempt succeeds.
@@ -341,14 +341,14 @@ class CacheWriter:
             total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
                 disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
-                self._complete_at = version  # try again when the tree has changed
+                self.complete_at = version  # try again when the tree has changed
                 break
             disk.write(pairs)
             written += total
         else:
             entries, later = (0, bool(self.sides)) if visited else self._save_sides(cold, deadline)
             written += entries
-            self._complete_at = version if self._whole and not (missing or batch or later) else -1
+            self.complete_at = version if self._whole and not (missing or batch or later) else -1
         self.saved_bytes += written
 
     def save(self, name: str, pages: list[Page]) -> SaveReport:

@@ -167,9 +167,9 @@ def _write_folder(stored: StoredCheckpoint, config: ModelConfig, folder: Path, k
     dtype = next(iter(kinds)) if len(kinds) == 1 else config.dtype or "bfloat16"
     _put(folder / "config.json", raw | {"dtype": dtype})
     if stored.is_gguf:
-        _write_text(stored.path, stored.raw, folder)
+        write_text(stored.path, stored.raw, folder)
     else:
-        _copy_text(stored.path, folder)
+        copy_text(stored.path, folder)
 
 
 def _tensors(stored: StoredCheckpoint, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
@@ -197,7 +197,7 @@ def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if config.dtype in (None, "bfloat16") else config.dtype)
 
 
-def _copy_text(source: Path, folder: Path) -> None:
+def copy_text(source: Path, folder: Path) -> None:
     """Copy the files of the tokenizer, the chat templates and the sampling of a folder."""
     real = source.resolve()
     homes = real, real.parent.parent / "blobs"  # a folder of the Hub's cache has links to its blobs
@@ -212,7 +212,7 @@ def _copy_text(source: Path, folder: Path) -> None:
                 shutil.copyfile(path, target)
 
 
-def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
+def write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
     """Write the tokenizer, the chat templates and the sampling of a GGUF file."""
     tokenizer, template = Tokenizer.load(source), ChatTemplate.load(source)
     if tokenizer.has_text:

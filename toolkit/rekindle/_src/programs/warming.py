@@ -279,14 +279,14 @@ class Warming:
         if not self.wait_for_kernels():
             return
         if self._precompile == "lazy":
-            self._make_first()
+            self.make_first()
             return
         try:
             self._make_all()
         except BaseException as error:
             self._error = error
 
-    def _make_first(self) -> None:
+    def make_first(self) -> None:
         """Make the programs of a first text. A step that needs one that does not compile tries again, and raises."""
         if self._in_parts:
             with contextlib.suppress(CompileError):

@@ -138,6 +138,16 @@ class Scheduler:
         self._failures: list[TokenEvent] = []  # of requests that ended because of others
 
     @property
+    def alive(self) -> Mapping[str, Sequence]:
+        """The sequences of requests that wait or run, by their ids."""
+        return self._alive
+
+    @property
+    def running_set(self) -> RunningSet:
+        """The sequences that run, with their pages."""
+        return self._running_set
+
+    @property
     def has_work(self) -> bool:
         return bool(self._alive or self._flights)
 

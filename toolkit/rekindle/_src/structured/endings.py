@@ -180,7 +180,7 @@ class Ending:
         spelling, reach = self._bounds.spelling, self._bounds.reach
         path = self._path
         if not path or not _has(mask, path[0]):  # such as a quote amid the bytes of a character
-            path = self._shortest(matcher, room)
+            path = self.shortest(matcher, room)
         if not path or not _has(mask, path[0]):
             self._look_at, self._path = room // 2, None
             return
@@ -212,11 +212,11 @@ class Ending:
         ahead = matcher.deep_copy()
         if not ahead.consume_token(token):
             return False
-        path = self._shortest(ahead, room)
+        path = self.shortest(ahead, room)
         self._tried += room if path is None else len(path)
         return path is not None
 
-    def _shortest(self, matcher: Any, room: int) -> tuple[int, ...] | None:
+    def shortest(self, matcher: Any, room: int) -> tuple[int, ...] | None:
         """Return the tokens of a short end; None if none of at most `room` tokens was found."""
         spelling = self._bounds.spelling
         ahead, path, limit = matcher.deep_copy(), list[int](), min(room, _LONGEST)

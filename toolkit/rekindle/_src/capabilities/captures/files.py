@@ -54,7 +54,7 @@ class CaptureFiles:
         self.into, self._layers, self._pictures = Path(tapped.into), tapped.layers, tuple(pictures)
         self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
         self._folder: Path | None = None
-        self._files: dict[Key, _GrowingFile] = {}
+        self._files: dict[Key, GrowingFile] = {}
         self._positions: list[NDArray[np.int32]] = []
         self._written = 0
         self._activity = Activity(self.look, quiet=quiet)
@@ -76,7 +76,7 @@ class CaptureFiles:
             self._activity.start()
         for key, array in part.arrays.items():
             if key not in self._files:
-                self._files[key] = _GrowingFile(self._folder / f"{name_of(key)}{SUFFIX}", array)
+                self._files[key] = GrowingFile(self._folder / f"{name_of(key)}{SUFFIX}", array)
             self._files[key].append(array)
         self._positions.append(part.positions)
         self._written += len(part.positions)
@@ -133,7 +133,7 @@ def _write_pictures(path: Path, runs: Sequence[PictureRun]) -> None:
     system.replace(partial, path)
 
 
-class _GrowingFile:
+class GrowingFile:
     """A safetensors file with an array that is appended to."""
 
     def __init__(self, path: Path, like: NDArray[Any]) -> None:

@@ -170,11 +170,11 @@ class OverflowFit(PromptFit):
 
     async def _measured(self) -> ReadPrompt | Submission:
         """Begin the search."""
-        self._cuts = await anyio.to_thread.run_sync(self._measure)
+        self._cuts = await anyio.to_thread.run_sync(self.measure)
         self._search = search(len(self._cuts.turns), self._cuts.guess)
         return await self._searched(None)
 
-    def _measure(self) -> ChatCuts:
+    def measure(self) -> ChatCuts:
         return cuts_of(self._rule.messages, self._room * self._characters_per_token(), self._rule.extra)
 
     def _characters_per_token(self) -> float:

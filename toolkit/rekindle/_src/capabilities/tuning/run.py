@@ -231,7 +231,7 @@ class TrainingRun:
                 self._probe()
             begun = time.perf_counter()
             items = [int(item) * unit + place for item in chosen for place in range(unit)]
-            own, loss, reward = self._task(step, items, lines, prompts)
+            own, loss, reward = self.task(step, items, lines, prompts)
             value = 0.0
             for batch in self._batches(own):
                 value += self._sliced(self._trainer.accumulate(self._leaves(), batch, loss))
@@ -272,7 +272,7 @@ class TrainingRun:
 
     # A step.
 
-    def _task(
+    def task(
         self, step: int, items: Sequence[int], lines: Sequence[Line], prompts: Sequence[tuple[object, list[int]]]
     ) -> tuple[list[Line], Loss, float | None]:
         """Return the lines of a step, its loss, and the mean reward if there are rewards."""

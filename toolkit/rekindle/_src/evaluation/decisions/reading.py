@@ -156,7 +156,7 @@ def exclusive(options: Sequence[IntArray], logprobs: Mapping[int, float]) -> lis
     Of an option that others begin with, such as "bug" beside "bug report", the probability of those is taken off.
     """
     taken = [0.0] * len(options)
-    for place, shorter in enumerate(_beginnings(options)):
+    for place, shorter in enumerate(beginnings(options)):
         if shorter is not None:
             taken[shorter] += math.exp(logprobs[place])
     left = []
@@ -166,7 +166,7 @@ def exclusive(options: Sequence[IntArray], logprobs: Mapping[int, float]) -> lis
     return left
 
 
-def _beginnings(options: Sequence[IntArray]) -> list[int | None]:
+def beginnings(options: Sequence[IntArray]) -> list[int | None]:
     """Return for each option the place of the longest other one that it begins with, in a time that grows with their
     lengths.
     """

@@ -23,7 +23,7 @@ from rekindle.errors import InvalidRequest, ToolServerError
 
 _SHOWN = 300  # characters of a description
 _QUESTION = "Let the model call these tools? [y/N] "
-_granted: set[bytes] = set()  # digests of offers
+granted: set[bytes] = set()  # digests of offers
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -74,10 +74,10 @@ Consent = Callable[[ToolServerOffer], bool | Awaitable[bool]]
 async def ask(offer: ToolServerOffer, consent: Consent | None) -> None:
     """Ask for consent. Raise `ToolServerError` unless it is given."""
     if consent is None:
-        if offer.digest() in _granted:
+        if offer.digest() in granted:
             return
         if _prompted(offer):
-            _granted.add(offer.digest())
+            granted.add(offer.digest())
             return
     else:
         answer = consent(offer)
