@@ -102,13 +102,13 @@ def test_what_follows_arrives_where_it_belongs(sealed: bool) -> None:
 def test_what_is_sealed_can_not_be_changed() -> None:
     one, two = channels(sealed=True)
     one.send_followed(MessageKind.PAGES, b"", [memoryview(b"x" * 1000)])
-    two._connection.recv(16 + 16 + 32)  # the message
-    data = bytearray(two._connection.recv(2000))
+    two.connection.recv(16 + 16 + 32)  # the message
+    data = bytearray(two.connection.recv(2000))
     data[500] ^= 1
     near, far = socket.socketpair()
     near.sendall(data)
     two.close()
-    two._connection, two._received = far, 1
+    two.connection, two._received = far, 1
     with pytest.raises(ProcessLost, match="differs from what the other process sent"):
         two.receive_into([memoryview(bytearray(1000))])
     near.close(), one.close(), two.close()
@@ -116,7 +116,7 @@ def test_what_is_sealed_can_not_be_changed() -> None:
 
 def test_a_connection_that_ends_amid_it_is_lost() -> None:
     one, two = channels(sealed=False)
-    one._connection.sendall(b"x" * 10)
+    one.connection.sendall(b"x" * 10)
     one.close()
     with pytest.raises(ProcessLost, match="in the middle"):
         two.receive_into([memoryview(bytearray(1000))])

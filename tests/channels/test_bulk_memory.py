@@ -71,7 +71,7 @@ def test_the_side_that_gives_waits_for_room() -> None:
 
 def test_a_connection_that_ends_amid_it_is_lost_on_both_sides() -> None:
     one, two = joined()
-    one._connection.sendall(b"\0")  # one part of three
+    one.connection.sendall(b"\0")  # one part of three
     one.close()
     with pytest.raises(ProcessLost):
         two.receive_into([memoryview(bytearray(PART * 3))])
@@ -87,7 +87,7 @@ def test_nothing_that_is_not_what_was_offered_is_read() -> None:
     given = SendMemory()
     offer = given.offer()
     other = os.memfd_create("other", os.MFD_ALLOW_SEALING)
-    os.ftruncate(other, bulk._SIZE)
+    os.ftruncate(other, bulk.SIZE)
     small = os.memfd_create("small")
     cases: list[tuple[Any, str]] = [
         ({**offer, "number": "00" * 32}, "another one"), ({**offer, "file": other}, "could shrink"),
@@ -112,7 +112,7 @@ def test_the_memory_can_not_shrink_or_be_written_by_the_other_side() -> None:
     taken = ReceiveMemory(given.offer())
     assert not taken._memory.flags.writeable
     given.close()
-    assert bulk._FIRST % mmap.PAGESIZE == 0
+    assert bulk.FIRST % mmap.PAGESIZE == 0
 
 
 def test_sealed_channels_share_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -48,7 +48,7 @@ def test_one_of_several_processes_writes_without_orbax(tmp_path: Path, monkeypat
     def waits() -> Any:
         raise AssertionError("it would wait for ever")
 
-    monkeypatch.setattr(atomic_checkpoint, "_several_processes", lambda: True)
+    monkeypatch.setattr(atomic_checkpoint, "several_processes", lambda: True)
     monkeypatch.setattr(atomic_checkpoint, "orbax", waits)
     write_checkpoint(tmp_path / "pages" / "one", write)
     assert (tmp_path / "pages" / "one" / ITEM / "file").read_text() == "content"

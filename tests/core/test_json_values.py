@@ -28,7 +28,7 @@ def plain(text: str) -> tuple[list[int], int, int]:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64])
 def test_strings_and_values_are_found_in_blocks_of_any_size(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(json_values, "_BLOCK", size)
+    monkeypatch.setattr(json_values, "BLOCK", size)
     draw = random.Random(size)
 
     def value(depth: int) -> Any:

@@ -70,7 +70,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status")
 def test_what_lies_below_a_block_that_is_used_goes_back() -> None:
-    if memory._trim() is None:
+    if memory.libc_trim() is None:
         pytest.skip("this C library has no malloc_trim")
     memory.give_back()
     blocks = [bytearray(b"x") * BLOCK for _ in range(COUNT)]
@@ -83,7 +83,7 @@ def test_what_lies_below_a_block_that_is_used_goes_back() -> None:
 
 
 def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_trim", lambda: None)
+    monkeypatch.setattr(memory, "libc_trim", lambda: None)
     memory.give_back()
 
 

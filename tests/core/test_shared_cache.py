@@ -254,8 +254,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_stores_are_read() -> None:
     for value in (5.0, "1970-01-01T00:00:05+00:00", __import__("datetime").datetime.fromtimestamp(5.0)):
-        assert shared_cache._write_time({"LastModified": value}) == 5.0
-    assert abs(shared_cache._write_time({}) - time.time()) < 5
+        assert shared_cache.write_time({"LastModified": value}) == 5.0
+    assert abs(shared_cache.write_time({}) - time.time()) < 5
 
 
 def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:
@@ -273,8 +273,8 @@ def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_the_mark_of_an_upload_goes_on_while_the_process_ends() -> None:
     """Python ends all pools before `atexit` waits for uploads."""
-    pieces = [bytes([number]) * shared_cache._PIECE for number in range(4)]
-    expected, ending = shared_cache._BlobSignature(b"key"), shared_cache._BlobSignature(b"key")
+    pieces = [bytes([number]) * shared_cache.PIECE for number in range(4)]
+    expected, ending = shared_cache.BlobSignature(b"key"), shared_cache.BlobSignature(b"key")
     for number, piece in enumerate(pieces):
         expected.added(piece)
         ending.added(piece)

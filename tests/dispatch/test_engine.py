@@ -290,9 +290,9 @@ class TestSchedule:
         times = iter(np.arange(0.0, 100.0, 0.5))
         monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=times.__next__))
         for _ in range(61):  # every half a second
-            made._check_progress(None)
+            made.check_progress(None)
         with pytest.raises(AssertionError, match="no step was planned for 30 s"):
-            made._check_progress(None)
+            made.check_progress(None)
 
 
 class TestStep:

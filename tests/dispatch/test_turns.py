@@ -29,7 +29,7 @@ async def test_callers_take_turns_and_each_is_served_in_order() -> None:
             await anyio.wait_all_tasks_blocked()
         assert not begun
     assert begun == ["a0", "b0", "c0", "a1", "b1", "a2"]
-    assert not turns._waiting and turns._free == 1
+    assert not turns.waiting and turns.free == 1
 
 
 async def test_those_who_leave_the_line_cost_no_place() -> None:
@@ -51,7 +51,7 @@ async def test_those_who_leave_the_line_cost_no_place() -> None:
         scopes[0].cancel()
         go.set()
     assert sorted(begun) == [0, 1, 8]
-    assert not turns._waiting and turns._free == 2
+    assert not turns.waiting and turns.free == 2
 
 
 async def test_a_turn_that_comes_as_its_task_is_cancelled_goes_to_the_next() -> None:
@@ -70,4 +70,4 @@ async def test_a_turn_that_comes_as_its_task_is_cancelled_goes_to_the_next() -> 
             group.start_soon(work, "second", second)
             await anyio.wait_all_tasks_blocked()
         first.cancel()  # its turn has come, and it has not run since
-    assert begun[-1] == "second" and turns._free == 1
+    assert begun[-1] == "second" and turns.free == 1

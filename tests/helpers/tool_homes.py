@@ -23,7 +23,7 @@ def empty(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty home, which all tools use for their models."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("rekindle._src.models.loading.stores.ollama._SERVICE", home / "no-service")
+    monkeypatch.setattr("rekindle._src.models.loading.stores.ollama.SERVICE", home / "no-service")
     home.mkdir(exist_ok=True)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))

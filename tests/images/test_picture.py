@@ -204,7 +204,7 @@ def test_large_pictures_are_converted_in_strips() -> None:
     image = Image.fromarray(noise(50, 41, 4))
     expected = read(image)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_STRIP", 333)
+        patch.setattr(module, "STRIP", 333)
         assert read(image) == expected
 
 

@@ -40,10 +40,10 @@ def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str
 
 def test_a_device_compiles_one_drawing_program_for_each_shape() -> None:
     graph, shapes = abstract_model(config_from_hf(checkpoints.CASES["llama"] | {"num_hidden_layers": 8}), "float32")
-    before = base._draw._cache_size()
+    before = base.drawn_leaf._cache_size()
     tuple(drawn_on_device(graph, shapes, 0))
     drawn = sum("norm" not in path for path in graph.paths)
-    assert base._draw._cache_size() - before < drawn / 4, "layers share their programs"
+    assert base.drawn_leaf._cache_size() - before < drawn / 4, "layers share their programs"
 
 
 @pytest.mark.thorough

@@ -78,7 +78,7 @@ def test_weights_are_what_their_integers_stand_for(
     packed = read(checkpoints.described(folder, quantize=plan, unpack=False))
     assert not packed.graph.precision.unpacked
     wanted, biggest = expected(packed), 0
-    dequantized: Callable[..., jax.Array] = unpacking._dequantized
+    dequantized: Callable[..., jax.Array] = unpacking.dequantized
 
     def watched(*arrays: Any) -> jax.Array:
         nonlocal biggest
@@ -86,7 +86,7 @@ def test_weights_are_what_their_integers_stand_for(
         biggest = max(biggest, 4 * values.size)
         return values
 
-    monkeypatch.setattr(unpacking, "_dequantized", watched)
+    monkeypatch.setattr(unpacking, "dequantized", watched)
     monkeypatch.setattr(unpacking, "PIECE", 16 << 10)
     monkeypatch.setattr(reading, "CHUNK", 3 << 10)
     loaded, converted = load(folder, quantize=plan), unpacked_model(packed)

@@ -149,11 +149,11 @@ def test_memory_is_touched_for_weights_that_are_not_kept(
 ) -> None:
     monkeypatch.setattr(head_start, "LEAST", 0)
     ahead = HeadStart(folder, config)
-    assert ahead._memory is not None and hugepages._ahead is ahead._memory
+    assert ahead.memory is not None and hugepages._ahead is ahead.memory
     first = loaded(folder, config, ahead)
     ahead.close()
-    assert ahead._memory._used and hugepages._ahead is None
+    assert ahead.memory.used and hugepages._ahead is None
     again = HeadStart(folder, config)
-    assert again._memory is None and again.weights(again._kept) is not None  # type: ignore[arg-type]
+    assert again.memory is None and again.weights(again._kept) is not None  # type: ignore[arg-type]
     assert same(loaded(folder, config), first)
     again.close()

@@ -187,7 +187,7 @@ def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
 
 def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
     both.settle()
-    both.team._broadcast(MessageKind.TAKE_WEIGHTS)
+    both.team.broadcast(MessageKind.TAKE_WEIGHTS)
     both.thread.join(60)
     assert isinstance(both.raised[0], ProcessLost) and "weights are to be used that were not loaded" in str(
         both.raised[0]
@@ -196,6 +196,6 @@ def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
 
 def test_a_message_that_followers_do_not_take_ends_them(both: Both) -> None:
     both.settle()
-    both.team._broadcast(MessageKind.READY, b"{}")
+    both.team.broadcast(MessageKind.READY, b"{}")
     both.thread.join(60)
     assert "READY message, which followers don't take" in str(both.raised[0])

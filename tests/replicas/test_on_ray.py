@@ -236,16 +236,16 @@ def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(on_ray.ray, "init", lambda **given: joined.append(given["address"]))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not on_ray._join()
+    assert not on_ray.join_cluster()
     noted = tmp_path / "ray" / "ray_current_cluster"
     noted.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         noted.write_text(address)
-        assert on_ray._join()
-    assert not on_ray._join(), "it has ended"
+        assert on_ray.join_cluster()
+    assert not on_ray.join_cluster(), "it has ended"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert not on_ray._join()
+    assert not on_ray.join_cluster()
     assert joined == [address]
 
     def refuse(**given: Any) -> None:
@@ -254,7 +254,7 @@ def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(on_ray.ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     with pytest.raises(ConfigError, match="RAY_ADDRESS"):
-        on_ray._join()
+        on_ray.join_cluster()
 
 
 def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:

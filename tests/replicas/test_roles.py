@@ -89,7 +89,7 @@ async def test_tokens_are_those_of_one_session(folder: str, alone: Session) -> N
         assert prefill.session is not None and decode.session is not None
         apart_ones = len(VARIANTS) - 1 + 2  # but the one with a single token; three sequences of n=3
         assert prefill.session.stats().generated_tokens == apart_ones
-        pulls = decode.replica._pulls  # type: ignore[union-attr]
+        pulls = decode.replica.pulls  # type: ignore[union-attr]
         assert pulls is not None and pulls.failed == 0
         assert (len(VARIANTS) - 1) * (LENGTH // 8) <= pulls.pages <= apart_ones * (LENGTH // 8)
         assert decode.session.stats().prefill_tokens == LENGTH + apart_ones * (LENGTH % 8 + 1)
@@ -127,7 +127,7 @@ async def test_where_pages_can_not_be_taken_the_prompt_is_computed(folder: str, 
         shared.close()
         done = await fleet.generate(list(prompt(50)), max_tokens=24, ignore_eos=True)
         assert told(done) == await expected(alone, 50, {})
-        pulls = replicas[1].replica._pulls  # type: ignore[union-attr]
+        pulls = replicas[1].replica.pulls  # type: ignore[union-attr]
         assert pulls is not None and (pulls.failed, pulls.pages) == (1, 0)
 
 
@@ -160,7 +160,7 @@ async def test_cancelled_before_its_pages_have_come(folder: str) -> None:
             handle.cancel()
         for replica in replicas:
             await anyio.to_thread.run_sync(lambda replica=replica: eventually(lambda: whole(replica.session)))
-        pulls = replicas[1].replica._pulls  # type: ignore[union-attr]
+        pulls = replicas[1].replica.pulls  # type: ignore[union-attr]
         assert pulls is not None
         await anyio.to_thread.run_sync(lambda: eventually(lambda: pulls._held == 0))
         host = writer_of(replicas[1].session).tiers.host  # type: ignore[union-attr]
@@ -182,7 +182,7 @@ async def test_a_replica_that_was_replaced_takes_pages_from_its_neighbour(folder
         replicas[0].die()
         again = lambda: replicas[0].lives == 2 and fleet.stats().replicas[0].state == "ready"  # noqa: E731
         await anyio.to_thread.run_sync(lambda: eventually(again, 60))
-        pulls = replicas[0].replica._pulls  # type: ignore[union-attr]
+        pulls = replicas[0].replica.pulls  # type: ignore[union-attr]
         assert pulls is not None
         await anyio.to_thread.run_sync(lambda: eventually(lambda: pulls.pages >= 2 * (LENGTH // 8)))
         done = replicas[0].session.generate_sync(list(prompt(81)), max_tokens=2)  # type: ignore[union-attr]

@@ -45,7 +45,7 @@ def server(slow: Session, request: pytest.FixtureRequest) -> Iterator[Server]:
             patch.setattr(listening, "HttpToolsProtocol", None)
         elif listening.HttpToolsProtocol is None:
             pytest.skip("needs httptools")
-        patch.setattr(listening, "_SWEEP_SECONDS", 0.05)
+        patch.setattr(listening, "SWEEP_SECONDS", 0.05)
         made = slow.serve(max_connections=16, api_key="secret").result_sync()
         yield made
         made.close()

@@ -133,7 +133,7 @@ def test_values_are_counted_outside_of_strings_in_blocks_of_any_size(monkeypatch
         return several if kind == 3 else {str(index) + "\\" * index: one for index, one in enumerate(several)}
 
     for size in (1, 2, 3, 5, 64):
-        monkeypatch.setattr(json_values, "_BLOCK", size)
+        monkeypatch.setattr(json_values, "BLOCK", size)
         for _ in range(200):
             text = json.dumps(value(0))
             count = plain_count(text)

@@ -221,7 +221,7 @@ async def test_callers_take_turns_at_encoding_many_documents(
     async with anyio.create_task_group() as group:
         for number in range(3):
             group.start_soon(ask, number)
-        await until(lambda: len(begun) == 2 and bool(turns._waiting))
+        await until(lambda: len(begun) == 2 and bool(turns.waiting))
         await anyio.wait_all_tasks_blocked()
         assert len(begun) == 2
         on.set()

@@ -109,7 +109,7 @@ def test_a_name_has_a_snapshot_for_each_model_and_configuration(tmp_path: Path) 
     assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 3
     assert [info.refused is None for info in snapshot.describe_all(tmp_path, others[0])] == [True, False, False]
     names = [path.name for path in (tmp_path / "snapshots").iterdir()]
-    (own,) = [name for name in names if str(snapshot._tag(others[1])) in name]
+    (own,) = [name for name in names if str(snapshot.tag(others[1])) in name]
     assert snapshot.tagged(names, "mine", others[1]) == own
     assert snapshot.delete(tmp_path, "mine")
     assert snapshot.describe_all(tmp_path, IDENTITY) == []

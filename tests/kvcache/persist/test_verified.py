@@ -95,7 +95,7 @@ HEADERS: dict[str, dict[str, Any]] = {
 def test_a_header_that_makes_no_sense_is_a_typed_error(tmp_path: Path, header: dict[str, Any]) -> None:
     index = segment.encode(header, segment.records_of([chain(0, 1)[0][0]], IDENTITY.page_size))
     path = tmp_path / "prefix"
-    path.write_bytes(prefix_file._MAGIC + len(index).to_bytes(8, "little") + index)
+    path.write_bytes(prefix_file.MAGIC + len(index).to_bytes(8, "little") + index)
     with pytest.raises(StoreError):
         prefix_file.read(path, STRICT)
 
@@ -139,18 +139,18 @@ def test_find_does_not_lose_a_race_with_a_save(tmp_path: Path, monkeypatch: pyte
     """The only version that was listed goes before it is opened: the one that took its place is found."""
     pages = [page for page, _ in chain(0, 3)]
     snapshot.save(tmp_path, "mine", IDENTITY, pages)
-    listed, left = snapshot._versions, [3]
+    listed, left = snapshot.kept_versions, [3]
 
     def stale(folder: Path, name: str) -> list[Path]:
         found = listed(folder, name)
         if left[0]:
             left[0] -= 1
             with monkeypatch.context() as patch:
-                patch.setattr(snapshot, "_versions", listed)
+                patch.setattr(snapshot, "kept_versions", listed)
                 snapshot.save(folder, name, IDENTITY, pages)
         return found
 
-    monkeypatch.setattr(snapshot, "_versions", stale)
+    monkeypatch.setattr(snapshot, "kept_versions", stale)
     assert len(snapshot.find(tmp_path, "mine").records) == 3
     assert not left[0]
 

@@ -106,7 +106,7 @@ def test_a_stored_head_is_used_if_it_is_another_matrix_than_the_embedding(
     whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever config.json says, as in transformers: a head may be trained by itself where the config ties both."""
-    monkeypatch.setattr(stored, "_COMPARED_WHOLE", 1 << 20 if whole else 0)
+    monkeypatch.setattr(stored, "COMPARED_WHOLE", 1 << 20 if whole else 0)
     raw = {**RAW, "tie_word_embeddings": True}
     state = checkpoints.tensors(raw)
     embedding = state["model.embed_tokens.weight"]

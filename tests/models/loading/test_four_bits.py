@@ -226,7 +226,7 @@ def test_what_is_joined_may_have_different_bits(q: str, others: str, expected: s
 
 def test_a_gpu_keeps_four_bits_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = gguf_files.of_types(tmp_path / "model.gguf", RAW, lambda name: "Q4_0" if "down" in name else "Q8_0")
-    monkeypatch.setattr(checkpoint, "_on_cpu", lambda: False)
+    monkeypatch.setattr(checkpoint, "on_cpu", lambda: False)
     assert set(kinds(load(file)).values()) == {"int4-32"}
 
 
@@ -272,7 +272,7 @@ def test_logits_are_close_to_those_of_the_floats(eight: bool, tmp_path: Path, mo
     """Activations have eight bits in products with four, on a CPU, so they are not the same; and in that with the head
     where it stays in eight bits. Of five seeds the largest difference of 1,280 logits was 0.07 to 0.10 deviations, and
     the mean square's root 0.018 to 0.024; bfloat16 differs by 0.03 to 0.07."""
-    monkeypatch.setattr(checkpoint, "_on_cpu", lambda: eight)
+    monkeypatch.setattr(checkpoint, "on_cpu", lambda: eight)
     raw = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
     file = export(checkpoints.write(tmp_path / "folder", raw), tmp_path / "model.gguf", type="q4_0")
     kept, floats = load(file), load(file, dtype="float32")

@@ -55,11 +55,11 @@ def test_arrays_lie_in_memory_that_was_touched_ahead_and_nothing_is_written_to_i
     assert go_on.is_set() and not ahead._thread.is_alive(), "an array waits for the piece that is being touched"
     array[...] = 1
     whole = aligned((4 * PIECE,), np.uint8)
-    assert not np.shares_memory(whole, ahead._memory) and np.shares_memory(array, ahead._memory)
+    assert not np.shares_memory(whole, ahead.memory) and np.shares_memory(array, ahead.memory)
     beside = aligned((HUGE,), np.uint8)
-    assert np.shares_memory(beside, ahead._memory) and not np.shares_memory(beside, array)
+    assert np.shares_memory(beside, ahead.memory) and not np.shares_memory(beside, array)
     beside[...] = 2
-    ahead._memory[-1] = 3
+    ahead.memory[-1] = 3
     ahead.close()
-    assert (array == 1).all() and (beside == 2).all() and ahead._memory[-1] in (0, 3)
-    assert not np.shares_memory(aligned((100,), np.uint8), ahead._memory)
+    assert (array == 1).all() and (beside == 2).all() and ahead.memory[-1] in (0, 3)
+    assert not np.shares_memory(aligned((100,), np.uint8), ahead.memory)

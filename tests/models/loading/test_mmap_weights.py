@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap_weights, "PIECE", 2 << 20)
     monkeypatch.setattr(mmap_weights, "DELAY", 0.0)
-    monkeypatch.setattr(mmap_weights, "_worthwhile", lambda size: True)
+    monkeypatch.setattr(mmap_weights, "worthwhile", lambda size: True)
 
 
 def maps(path: Path) -> bool:
@@ -101,7 +101,7 @@ def test_what_is_not_used_any_more_is_not_moved(file: Path, monkeypatch: pytest.
     content = mmap_weights.view(file)
     mover = mmap_weights.move_later(content)
     called = list[str]()
-    monkeypatch.setattr(mmap_weights, "_libc", lambda: called.append("mremap"))
+    monkeypatch.setattr(mmap_weights, "libc", lambda: called.append("mremap"))
     del content
     gc.collect()
     assert not maps(file)
@@ -118,7 +118,7 @@ def stays(file: Path) -> None:
 
 
 def test_an_old_system_leaves_it_where_it_is(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap_weights, "_INTO_PLACE", 1 | 2 | 64)  # a flag that none knows
+    monkeypatch.setattr(mmap_weights, "INTO_PLACE", 1 | 2 | 64)  # a flag that none knows
     stays(file)
 
 
@@ -136,7 +136,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
 
 
 def test_it_is_worth_moving(system: dict[str, Path]) -> None:
-    assert mmap_weights._worthwhile(SIZE)
+    assert mmap_weights.worthwhile(SIZE)
 
 
 def test_it_stays_without_huge_pages_or_memory_or_beneath_limits(
@@ -145,28 +145,28 @@ def test_it_stays_without_huge_pages_or_memory_or_beneath_limits(
     for name, other in (("KINDS", "always madvise [never]"), ("OVERCOMMIT", "2")):
         before = system[name].read_text()
         system[name].write_text(other)
-        assert not mmap_weights._worthwhile(SIZE)
+        assert not mmap_weights.worthwhile(SIZE)
         system[name].write_text(before)
     for room in (SIZE, None):
         with monkeypatch.context() as short:
             short.setattr(mmap_weights, "available", lambda room=room: room)
-            assert not mmap_weights._worthwhile(SIZE)
+            assert not mmap_weights.worthwhile(SIZE)
     free = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     for limited in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
         with monkeypatch.context() as beneath:
             most = {limited: (1 << 40, 1 << 40)}
             beneath.setattr(resource, "getrlimit", lambda kind, most=most: most.get(kind, free))
-            assert not mmap_weights._worthwhile(SIZE)
+            assert not mmap_weights.worthwhile(SIZE)
 
 
 def test_a_limit_that_comes_meanwhile_stops_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter((True, True, True, False))
-    monkeypatch.setattr(mmap_weights, "_worthwhile", lambda size: next(left))
+    monkeypatch.setattr(mmap_weights, "worthwhile", lambda size: next(left))
     stays(file)
 
 
 def test_only_files_of_this_machine_are_mapped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mmap_weights._file_system(file) in mmap_weights.LOCAL
+    assert mmap_weights.file_system(file) in mmap_weights.LOCAL
     monkeypatch.setattr(mmap_weights, "LOCAL", {"nfs"})
     with pytest.raises(OSError, match="could go"):
         mmap_weights.view(file)

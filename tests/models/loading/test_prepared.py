@@ -156,7 +156,7 @@ def test_kept_weights_are_used_where_they_are_mapped(
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they stay where they are mapped")
 def test_kept_weights_move_to_huge_pages(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap_weights, "DELAY", 0.0)
-    monkeypatch.setattr(mmap_weights, "_worthwhile", lambda size: True)
+    monkeypatch.setattr(mmap_weights, "worthwhile", lambda size: True)
     first = load(folder, cache)
     again = load(folder, cache)
     for thread in threading.enumerate():
@@ -168,7 +168,7 @@ def test_kept_weights_move_to_huge_pages(folder: Path, cache: Path, monkeypatch:
 
 def test_leaves_of_odd_sizes_do_not_shift_others(tmp_path: Path) -> None:
     sizes = {"a": 100, "b": 256, "c": 3, "d": 64}
-    prepared._write(b"", {name: np.zeros(size, np.int8) for name, size in sizes.items()}, tmp_path)
+    prepared.write_item(b"", {name: np.zeros(size, np.int8) for name, size in sizes.items()}, tmp_path)
     offsets = {entry.name: entry.offset for entry in tensor_files.read_header(tmp_path / "weights.safetensors").entries}
     assert [name for name, at in offsets.items() if at % 64 == 0] == ["b", "d", "a"]
 
@@ -196,7 +196,7 @@ def test_the_first_answer_is_not_disturbed_by_writing(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes = threading.Event()
-    monkeypatch.setattr(prepared, "_write_once", lambda *_: writes.set())
+    monkeypatch.setattr(prepared, "write_once", lambda *_: writes.set())
     monkeypatch.setattr(prepared, "DELAY", 60.0)
     checkpoint.load(folder, quantize="int8", cache_dir=cache)
     assert not writes.wait(0.3)
@@ -215,8 +215,8 @@ def test_steps_beside_writing_have_pauses_until_the_end(
             pauses.append(timeout or 0.0)
             return super().wait(timeout)
 
-    monkeypatch.setattr(prepared, "_on_host", lambda leaf: on_host)
-    monkeypatch.setattr(prepared, "_hurry", Hurry())
+    monkeypatch.setattr(prepared, "is_on_host", lambda leaf: on_host)
+    monkeypatch.setattr(prepared, "hurry", Hurry())
     monkeypatch.setattr(prepared, "DELAY", 0.0)
     monkeypatch.setattr(prepared, "PIECE", 1 << 10)
     monkeypatch.setattr(prepared, "IN_ALL", 1e-3)
@@ -232,9 +232,9 @@ def test_steps_beside_writing_have_pauses_until_the_end(
 def test_leaves_of_an_accelerator_are_written_at_once(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared, "_on_host", lambda leaf: False)
+    monkeypatch.setattr(prepared, "is_on_host", lambda leaf: False)
     writes = threading.Event()
-    monkeypatch.setattr(prepared, "_write_once", lambda *_: writes.set())
+    monkeypatch.setattr(prepared, "write_once", lambda *_: writes.set())
     monkeypatch.setattr(prepared, "DELAY", 60.0)
     checkpoint.load(folder, quantize="int8", cache_dir=cache)
     assert writes.wait(60)  # they are gone when the session is
@@ -247,11 +247,11 @@ def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: 
         import sys, time
         from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES, prepared.AT_EXIT = 0, 1.5
-        write = tensor_files._write
+        write = tensor_files.write_item
         def slow(file, data):
             write(file, data[:1000])
             time.sleep(30)
-        tensor_files._write = slow
+        tensor_files.write_item = slow
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     """
     assert status_of(program, folder, cache) == 0
@@ -329,11 +329,11 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
         import os, sys
         from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES = 0
-        write = tensor_files._write
+        write = tensor_files.write_item
         def dies(file, data):
             write(file, data[: len(data) // 2])
             os._exit(7)
-        tensor_files._write = dies
+        tensor_files.write_item = dies
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
         prepared.wait()
     """
@@ -416,8 +416,8 @@ def test_works_inside_a_running_event_loop(folder: Path, cache: Path) -> None:
 
 
 def test_the_model_may_be_deleted_while_it_is_kept(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, written = threading.Event(), prepared._save
-    monkeypatch.setattr(prepared, "_save", lambda *args: (begin.wait(60), written(*args)))
+    begin, written = threading.Event(), prepared.save_weights
+    monkeypatch.setattr(prepared, "save_weights", lambda *args: (begin.wait(60), written(*args)))
     loaded = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     for leaf in loaded.leaves:
         leaf.delete()
@@ -457,7 +457,7 @@ def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:
 
 
 @pytest.mark.parametrize("number", by_default(PASSING, 2), ids=NAMES)
-@pytest.mark.parametrize("part", ["weights.safetensors", "checksums.json", prepared._MODEL])
+@pytest.mark.parametrize("part", ["weights.safetensors", "checksums.json", prepared.MODEL])
 def test_a_passing_error_removes_nothing(folder: Path, cache: Path, number: int, part: str) -> None:
     first = load(folder, cache)
     before = kept(cache)
@@ -498,7 +498,7 @@ TRUNCATED = """if True:
     import numpy as np
     from rekindle._src.models.loading import checkpoint, mmap_weights, prepared
     prepared.MIN_BYTES = 0
-    mmap_weights._worthwhile = lambda size: False  # as on a system without huge pages: it stays mapped
+    mmap_weights.worthwhile = lambda size: False  # as on a system without huge pages: it stays mapped
     loaded = checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     assert "weights.safetensors" in open("/proc/self/maps").read()
     print("mapped", flush=True)
@@ -558,7 +558,7 @@ def test_a_file_that_is_open_for_writing_is_read_and_not_mapped(
 def test_no_descriptor_or_thread_stays(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap_weights, "WATCH", 0.01)
     monkeypatch.setattr(mmap_weights, "DELAY", 0.0)
-    monkeypatch.setattr(mmap_weights, "_worthwhile", lambda size: False)
+    monkeypatch.setattr(mmap_weights, "worthwhile", lambda size: False)
     load(folder, cache)
 
     def held() -> list[str]:

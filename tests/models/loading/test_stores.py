@@ -260,14 +260,14 @@ def test_folders_that_may_not_be_looked_at_have_no_models(home: Path, monkeypatc
     real = os.stat
 
     def closed(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
-        if isinstance(path, str | os.PathLike) and str(path).startswith((str(store / "blobs"), str(ollama._SERVICE))):
+        if isinstance(path, str | os.PathLike) and str(path).startswith((str(store / "blobs"), str(ollama.SERVICE))):
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(os, "stat", closed)
     with pytest.raises(CheckpointError, match="lacks its weights"):
         hub.on_disk("ollama:qwen3:0.6b")
-    monkeypatch.setattr(ollama.Ollama, "folders", lambda self: [ollama._SERVICE])
+    monkeypatch.setattr(ollama.Ollama, "folders", lambda self: [ollama.SERVICE])
     with pytest.raises(CheckpointError, match="It is empty"):
         hub.on_disk("ollama:qwen3:0.6b")
 

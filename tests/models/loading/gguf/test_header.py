@@ -293,8 +293,8 @@ def test_strings_of_any_length_are_found(strings: list[str], window: int, repeat
     array = struct.pack("<IQ", STRING, len(strings)) + b"".join(map(text, strings))
     content = gguf_files.raw(pairs=[pair("a.texts", ARRAY, array), pair("a.count", U32, struct.pack("<I", 7))])
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(headers, "_WINDOW", window)
-        patched.setattr(headers, "_STEP", window)
+        patched.setattr(headers, "WINDOW", window)
+        patched.setattr(headers, "STEP", window)
         found = read_header(written(Path(folder, "a.gguf"), content)).metadata
         passed = read_header(Path(folder, "a.gguf"), outline=True).metadata
     assert len(passed.texts("a.texts")) == len(strings) and passed.integer("a.count") == 7

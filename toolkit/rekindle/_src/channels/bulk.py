@@ -33,8 +33,8 @@ from rekindle_kernels import system
 _AT_ONCE = 512  # pieces of one call; systems allow 1,024
 _MARK = 32
 PART, PARTS = 512 << 10, 8  # few enough to stay in the processor's caches
-_RANDOM, _FIRST = 32, mmap.PAGESIZE  # the parts begin after the number
-_SIZE = _FIRST + PART * PARTS
+_RANDOM, FIRST = 32, mmap.PAGESIZE  # the parts begin after the number
+SIZE = FIRST + PART * PARTS
 _REPORT = b"\0"
 
 
@@ -81,11 +81,11 @@ class BulkChannel(Channel):
             self._send(kind, content)
             try:
                 if self._outgoing is not None:
-                    self._outgoing.send(self._connection, pieces)
+                    self._outgoing.send(self.connection, pieces)
                 else:
-                    _send_all(self._connection, pieces)
+                    _send_all(self.connection, pieces)
                 if self.sealed:
-                    self._connection.sendall(_seal(self._keys.sending, self._sent, pieces))
+                    self.connection.sendall(_seal(self._keys.sending, self._sent, pieces))
             except OSError as error:
                 raise ProcessLost(f"the connection broke: {error}") from error
         self.bytes_sent += sum(len(piece) for piece in pieces)
@@ -94,11 +94,11 @@ class BulkChannel(Channel):
         """Fill the pieces with the bytes after the latest received message. Raises ProcessLost if they don't come."""
         with self._losing():
             if self._incoming is not None:
-                self._incoming.receive(self._connection, pieces)
+                self._incoming.receive(self.connection, pieces)
             else:
-                _receive_all(self._connection, pieces)
+                _receive_all(self.connection, pieces)
         if self.sealed:
-            seal = exactly(self._connection, _MARK)
+            seal = exactly(self.connection, _MARK)
             if not hmac.compare_digest(seal, _seal(self._keys.receiving, self._received, pieces)):
                 raise ProcessLost("the data after a message differs from what the other process sent")
 
@@ -106,7 +106,7 @@ class BulkChannel(Channel):
         """Receive the next message, once the other side has read the bytes that follow this side's messages."""
         if self._outgoing is not None:
             with self._losing():
-                self._outgoing.finish(self._connection)
+                self._outgoing.finish(self.connection)
         return super().receive()
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ class BulkChannel(Channel):
         try:
             yield
         except TimeoutError:
-            raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
+            raise ProcessLost(f"nothing came for {self.connection.gettimeout():g} s") from None
         except OSError as error:
             raise ProcessLost(f"the connection broke: {error}") from error
 
@@ -176,19 +176,19 @@ class SendMemory:
 
     def __init__(self) -> None:
         self._number = secrets.token_bytes(_RANDOM)
-        self._file = system.nameless_file(_SIZE)
+        self._file = system.nameless_file(SIZE)
         try:
-            mapped = mmap.mmap(self._file, _SIZE)
+            mapped = mmap.mmap(self._file, SIZE)
         except BaseException:
             self.close()
             raise
         mapped[:_RANDOM] = self._number
-        self._memory = np.frombuffer(mapped, np.uint8)[_FIRST:]
+        self._memory = np.frombuffer(mapped, np.uint8)[FIRST:]
         self._filled = self._emptied = 0  # parts, since the beginning
 
     def offer(self) -> dict[str, Any]:
         """Return an offer with which the other side finds the memory, for a signed message."""
-        return {"process": os.getpid(), "file": self._file, "number": self._number.hex(), "size": _SIZE}
+        return {"process": os.getpid(), "file": self._file, "number": self._number.hex(), "size": SIZE}
 
     def close(self) -> None:
         """Close the file, so that no other process can open it; existing mappings stay."""
@@ -217,14 +217,14 @@ class ReceiveMemory:
     def __init__(self, offer: Any) -> None:
         """Map the offered memory. Raises OSError if this process can't open it, or if it might shrink."""
         process, file, number = _parse_offer(offer)
-        descriptor = system.open_nameless(process, file, _SIZE)
+        descriptor = system.open_nameless(process, file, SIZE)
         try:
-            mapped = mmap.mmap(descriptor, _SIZE, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(descriptor, SIZE, access=mmap.ACCESS_READ)
         finally:
             os.close(descriptor)
         if not secrets.compare_digest(mapped[:_RANDOM], number):
             raise OSError("it is another one")
-        self._memory = np.frombuffer(mapped, np.uint8)[_FIRST:]
+        self._memory = np.frombuffer(mapped, np.uint8)[FIRST:]
         self._copied = 0  # parts, since the beginning
 
     def receive(self, connection: socket.socket, pieces: Sequence[memoryview]) -> None:
@@ -243,7 +243,7 @@ def _parse_offer(offer: Any) -> tuple[int, int, bytes]:
     """Parse an offer: process, file and number. Raises OSError if it makes no sense."""
     if isinstance(offer, Mapping):
         process, file, number = offer.get("process"), offer.get("file"), offer.get("number")
-        if type(process) is int and type(file) is int and isinstance(number, str) and offer.get("size") == _SIZE:
+        if type(process) is int and type(file) is int and isinstance(number, str) and offer.get("size") == SIZE:
             with contextlib.suppress(ValueError):
                 content = bytes.fromhex(number)
                 if len(content) == _RANDOM:

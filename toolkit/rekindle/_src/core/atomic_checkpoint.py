@@ -57,7 +57,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool
             raise
 
     try:
-        if _several_processes():
+        if several_processes():
             # Orbax would wait until every process saves as well, but only one does.
             (partial / ITEM).mkdir(parents=True)
             write_or_remember(partial / ITEM)
@@ -79,7 +79,7 @@ def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool
         _unfinished.discard(partial)
 
 
-def _several_processes() -> bool:
+def several_processes() -> bool:
     """True if JAX runs in several processes, without importing it to find out."""
     distributed: Any = getattr(sys.modules.get("jax"), "distributed", None)
     return distributed is not None and bool(distributed.is_initialized())

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 MARKS = (b",", b":", b"[", b"{")  # each stands before or after a value
 BYTES_PER_VALUE = 100  # of a parsed one, at most, without its characters
-_BLOCK = 1 << 20
+BLOCK = 1 << 20
 
 
 class JsonCounts(NamedTuple):
@@ -49,8 +49,8 @@ def quotes_of(data: bytes | bytearray) -> NDArray[np.int64]:
 def _blocks(data: bytes | bytearray) -> Iterator[tuple[int, NDArray[np.uint8], NDArray[Any]]]:
     """Yield the blocks of a text: where each begins, its bytes, and which of these are quotes without a backslash."""
     escaped = False
-    for start in range(0, len(data), _BLOCK):
-        block = np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - start), start)
+    for start in range(0, len(data), BLOCK):
+        block = np.frombuffer(data, np.uint8, min(BLOCK, len(data) - start), start)
         quotes = block == ord('"')
         slashes = block == ord("\\")
         if escaped or slashes.any():

@@ -118,7 +118,7 @@ def give_back() -> None:
     those still in use, for each of its arenas: 235 of 1,171 MiB that a session with a 4-bit model of 0.6B parameters
     had.
     """
-    trim = _trim()
+    trim = libc_trim()
     if trim is not None:
         trim(0)
 
@@ -138,7 +138,7 @@ def given_back(context: Callable[[], AbstractContextManager[object]]) -> Callabl
 
 
 @cache
-def _trim() -> Callable[[int], int] | None:
+def libc_trim() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
     import ctypes  # a few milliseconds of an import of rekindle

@@ -51,7 +51,7 @@ _all: weakref.WeakSet[SharedCache] = weakref.WeakSet()
 
 MAGIC = b"rekindle blob 1\n"
 _LENGTH, _MARK = 8, 32
-_PIECE = 4 << 20
+PIECE = 4 << 20
 _AHEAD = 4  # pieces that wait for the mark
 _PART, _PARTS = 1 << 20, 8  # memory that is reused while a large file is unpacked
 _MOST_HEADER, _MOST_FILES = 1 << 20, 256
@@ -288,7 +288,7 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
     """Write an entry as the blob `name`; return its size in bytes. Raises OSError."""
     files = _files(entry)
     header = json.dumps({"name": name, "files": [(path, file.stat().st_size) for path, file in files]}).encode()
-    mark = _BlobSignature(key)
+    mark = BlobSignature(key)
     total = out.write(mark.added(MAGIC + len(header).to_bytes(_LENGTH, "little") + header))
     for path, file in files:
         size = file.stat().st_size
@@ -304,7 +304,7 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
 def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, limit: int) -> int:
     """Write a blob's files to `target`, which must not exist yet; return their size in bytes. Raises StoreError for a
     blob that is damaged, too large or not `name`'s; the caller removes the files written so far."""
-    mark = _BlobSignature(key)
+    mark = BlobSignature(key)
     begin = mark.added(_exactly(blob, len(MAGIC) + _LENGTH))
     if not begin.startswith(MAGIC):
         raise StoreError("it is not a blob of this version")
@@ -330,7 +330,7 @@ def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, limit: i
     return total
 
 
-def _unpack_large(blob: IO[bytes], size: int, mark: _BlobSignature, out: IO[bytes]) -> int:
+def _unpack_large(blob: IO[bytes], size: int, mark: BlobSignature, out: IO[bytes]) -> int:
     """Unpack up to `size` bytes and return their number. They are read, marked and written at the same time, in reused
     memory: new memory for each piece cost as much as the marks."""
     parts: deque[tuple[memoryview, tuple[Future[Any], ...]]] = deque()
@@ -362,7 +362,7 @@ def _read_into(blob: IO[bytes], memory: memoryview) -> int:
     return len(piece)
 
 
-class _BlobSignature:
+class BlobSignature:
     """The mark over all added data. A thread adds large pieces while they are written or the next one is read:
     this took half of the time for 260 MB of weights."""
 
@@ -373,7 +373,7 @@ class _BlobSignature:
         self._last: Future[None] | None = None
 
     def added(self, data: bytes) -> bytes:
-        if self._pool is None and len(data) < _PIECE:
+        if self._pool is None and len(data) < PIECE:
             self._state.update(data)
             return data
         self._pending.append(self.later(data))
@@ -435,7 +435,7 @@ def _parse_header(header: bytes, name: str) -> list[tuple[str, int]]:
 
 
 def _pieces(source: IO[bytes], size: int) -> Iterator[bytes]:
-    while size and (piece := source.read(min(size, _PIECE))):
+    while size and (piece := source.read(min(size, PIECE))):
         size -= len(piece)
         yield piece
 
@@ -552,7 +552,7 @@ class RemotePlace:
     def age(self, kind: str, name: str) -> float | None:
         self._files.invalidate_cache()
         try:
-            return max(0.0, time.time() - _write_time(self._files.info(self._path(kind, name))))
+            return max(0.0, time.time() - write_time(self._files.info(self._path(kind, name))))
         except FileNotFoundError:
             return None
 
@@ -582,7 +582,7 @@ class RemotePlace:
         except FileNotFoundError:
             return []
         return [
-            Blob(kind, str(entry["name"]).rpartition("/")[2], int(entry.get("size") or 0), _write_time(entry))
+            Blob(kind, str(entry["name"]).rpartition("/")[2], int(entry.get("size") or 0), write_time(entry))
             for entry in entries
             if entry.get("type") == "file" and not str(entry["name"]).rpartition("/")[2].startswith(".")
         ]
@@ -591,7 +591,7 @@ class RemotePlace:
         return f"{self._root}/{kind}/{name}"
 
 
-def _write_time(entry: Mapping[str, Any]) -> float:
+def write_time(entry: Mapping[str, Any]) -> float:
     """Return the time when an object was written, from any form that its store gives."""
     for name in _TIMES:
         value = entry.get(name)

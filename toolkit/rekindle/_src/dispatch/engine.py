@@ -337,10 +337,10 @@ class Engine:
             self._started += [row.request.id for row in plan.rows if row.fresh]
         elif self._stepping is not None:
             self._report(StepOutcome(None, ()))
-        self._check_progress(plan)
+        self.check_progress(plan)
         return plan
 
-    def _check_progress(self, plan: StepPlan | None) -> None:
+    def check_progress(self, plan: StepPlan | None) -> None:
         """Raise if a scheduler with work and no plan, which waits for a copy, waits longer than any copy takes."""
         now = time.monotonic()
         if plan is not None or self._last is not None or not self.scheduler.has_work:

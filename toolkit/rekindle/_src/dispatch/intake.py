@@ -261,8 +261,8 @@ class Turns:
     """Lets `places` tasks of one loop work at a time. Waiting callers take turns, each with its oldest task first."""
 
     def __init__(self, places: int) -> None:
-        self._free = places
-        self._waiting: dict[str, deque[anyio.Event]] = {}  # the caller whose turn is next stands first
+        self.free = places
+        self.waiting: dict[str, deque[anyio.Event]] = {}  # the caller whose turn is next stands first
 
     @asynccontextmanager
     async def turn(self, caller: str = "") -> AsyncIterator[None]:
@@ -274,11 +274,11 @@ class Turns:
             self._leave()
 
     async def _enter(self, caller: str) -> None:
-        if self._free:
-            self._free -= 1
+        if self.free:
+            self.free -= 1
             return
         begin = anyio.Event()
-        line = self._waiting.setdefault(caller, deque())
+        line = self.waiting.setdefault(caller, deque())
         line.append(begin)
         try:
             await begin.wait()
@@ -287,16 +287,16 @@ class Turns:
                 self._leave()
             else:
                 line.remove(begin)
-                if not line and self._waiting.get(caller) is line:
-                    del self._waiting[caller]
+                if not line and self.waiting.get(caller) is line:
+                    del self.waiting[caller]
             raise
 
     def _leave(self) -> None:
-        if not self._waiting:
-            self._free += 1
+        if not self.waiting:
+            self.free += 1
             return
-        caller = next(iter(self._waiting))
-        line = self._waiting.pop(caller)
+        caller = next(iter(self.waiting))
+        line = self.waiting.pop(caller)
         line.popleft().set()
         if line:
-            self._waiting[caller] = line  # to the end of the line, after all other callers
+            self.waiting[caller] = line  # to the end of the line, after all other callers

@@ -39,7 +39,7 @@ _KINDS = (
 )
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"})
 _MODES_OF_16_BITS = frozenset({"I;16", "I;16L", "I;16B", "I;16N"})
-_STRIP = 1 << 20  # pixels that are converted at once, so that a large picture is not in memory three times
+STRIP = 1 << 20  # pixels that are converted at once, so that a large picture is not in memory three times
 _WORK, _WORK_OF_A_BYTE = 32, 40  # nanoseconds that decoders took at most for a pixel, and for a byte of noise
 _MOST_OF_PREFIX = 256  # characters of a data: URI before its comma
 
@@ -413,7 +413,7 @@ def _rgb(image: Image) -> Pixels:
     pillow = _pillow()
     alpha = "A" in image.getbands() or image.info.get("transparency") is not None
     pixels = np.empty((height, width, 3), np.uint8)
-    rows = max(1, _STRIP // width)
+    rows = max(1, STRIP // width)
     for top in range(0, height, rows):
         bottom = min(top + rows, height)
         strip = image.crop((0, top, width, bottom))

@@ -388,12 +388,12 @@ def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: 
         if value is not None:
             yield jnp.full(leaf.shape, value, leaf.dtype)
         else:
-            yield _draw(key, leaf, graph.precision.value_dtype(leaf.dtype), _spread(path, graph.config))
+            yield drawn_leaf(key, leaf, graph.precision.value_dtype(leaf.dtype), _spread(path, graph.config))
 
 
 # One program for each shape, whatever the leaf is called: a program for each leaf took a minute to compile on a GPU.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: Array, leaf: jax.ShapeDtypeStruct, value_dtype: DTypeLike, spread: float) -> Array:
+def drawn_leaf(key: Array, leaf: jax.ShapeDtypeStruct, value_dtype: DTypeLike, spread: float) -> Array:
     if leaf.dtype == jnp.int8:
         return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
     if is_packed(leaf):

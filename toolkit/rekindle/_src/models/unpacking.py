@@ -96,13 +96,13 @@ def _unpacked(stored: dict[str, jax.Array], path: str, shape: jax.ShapeDtypeStru
         part = slice(start, start + step)
         arrays = weight[part], scale[part], None if minimum is None else minimum[part]
         rows[block_rows * start : block_rows * (start + step)] = (
-            _dequantized(*arrays, dtype) if packed else arrays[0] * arrays[1]
+            dequantized(*arrays, dtype) if packed else arrays[0] * arrays[1]
         )
     return jax.device_put(values.view(shape.dtype), may_alias=True)
 
 
 @jax.jit(static_argnums=3)
-def _dequantized(weight: Any, scale: Any, minimum: Any, dtype: Any) -> jax.Array:
+def dequantized(weight: Any, scale: Any, minimum: Any, dtype: Any) -> jax.Array:
     return int4.dequantized(weight, scale, minimum, dtype)
 
 

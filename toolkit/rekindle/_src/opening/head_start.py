@@ -35,7 +35,7 @@ class HeadStart:
         self._kept: Path | None = None
         self._mapped: MappedFile | None = None  # the weights that are kept there
         self._brought: MappedWeights | None = None
-        self._memory: PrefaultArena | None = None  # for weights that are not kept
+        self.memory: PrefaultArena | None = None  # for weights that are not kept
         self._lock = threading.Lock()  # of the two below
         self._read = self._over = False
         self._thread: threading.Thread | None = None
@@ -66,8 +66,8 @@ class HeadStart:
             release = self._read or self._thread is None
         if release:
             self._release()
-        if self._memory is not None:
-            self._memory.close()
+        if self.memory is not None:
+            self.memory.close()
 
     def _release(self) -> None:
         mapped, self._mapped, self._brought = self._mapped, None, None
@@ -93,7 +93,7 @@ class HeadStart:
                 return
         size = _size(checkpoint)
         if config.quantize is None and LEAST <= size <= MOST and (os.cpu_count() or 1) > 1 and memory.fits(size):
-            self._memory = PrefaultArena(size)
+            self.memory = PrefaultArena(size)
 
     def _bring(self, mapped: MappedFile) -> None:
         with contextlib.suppress(Exception):

@@ -185,7 +185,7 @@ class Team(OtherProcesses):
     # -- opening
 
     def welcome(self, session: bytes) -> None:
-        self._broadcast(MessageKind.WELCOME, session)
+        self.broadcast(MessageKind.WELCOME, session)
 
     @property
     def agreement(self) -> Callable[[ProcessReport], int]:
@@ -202,7 +202,7 @@ class Team(OtherProcesses):
                 self._fail_session(error, farewell=as_json({"error": str(error)}))
                 raise
             pages = min(pages, facts.pages)
-        self._broadcast(MessageKind.AGREED, as_json({"device_pages": pages}))
+        self.broadcast(MessageKind.AGREED, as_json({"device_pages": pages}))
         return pages
 
     def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:
@@ -238,7 +238,7 @@ class Team(OtherProcesses):
 
     def prepare(self, key: Key) -> None:
         if key not in self._everywhere:
-            self._broadcast(MessageKind.PREPARE, key.name.encode())
+            self.broadcast(MessageKind.PREPARE, key.name.encode())
 
     def prepared(self, key: Key) -> None:
         if key in self._everywhere:
@@ -258,7 +258,7 @@ class Team(OtherProcesses):
         content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
         if not key.span:
             self._expected.append(self._chosen)
-        self._broadcast(MessageKind.STEP, content)
+        self.broadcast(MessageKind.STEP, content)
 
     def forwarded(self, scores: Any) -> None:
         self._scores = scores
@@ -268,32 +268,32 @@ class Team(OtherProcesses):
         self._scores = None
         content = self._encoder().choose(key, masks)
         self._expected.append(self._chosen)
-        self._broadcast(MessageKind.CHOOSE, content)
+        self.broadcast(MessageKind.CHOOSE, content)
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
-        self._broadcast(MessageKind.ADMIT, self._encoder().admit(ints, floats))
+        self.broadcast(MessageKind.ADMIT, self._encoder().admit(ints, floats))
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._broadcast(MessageKind.COLLECT, self._encoder().encode_move(ids, digests))
+        self.broadcast(MessageKind.COLLECT, self._encoder().encode_move(ids, digests))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         content = self._encoder().encode_move(ids, digests)
-        self.pages.gather(digests, lambda: self._broadcast(MessageKind.GATHER, content))
+        self.pages.gather(digests, lambda: self.broadcast(MessageKind.GATHER, content))
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._broadcast(MessageKind.SCATTER, self._encoder().encode_move(ids, digests))
+        self.broadcast(MessageKind.SCATTER, self._encoder().encode_move(ids, digests))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
-        self._broadcast(MessageKind.COPY, self._encoder().encode_copy(sources, ids))
+        self.broadcast(MessageKind.COPY, self._encoder().encode_copy(sources, ids))
 
     def scatter_pinned(self) -> None:
         raise AssertionError("processes exchange pages one by one")
 
     def renew(self) -> None:
-        self._broadcast(MessageKind.RENEW)
+        self.broadcast(MessageKind.RENEW)
 
     def replace_weights(self) -> None:
-        self._broadcast(MessageKind.TAKE_WEIGHTS)
+        self.broadcast(MessageKind.TAKE_WEIGHTS)
 
     def load_weights(self, weights: Any, load: Callable[[], str]) -> None:
         """Have all followers read other weights while `load` does so here, which returns their fingerprint.
@@ -307,7 +307,7 @@ class Team(OtherProcesses):
                 "is in this process only, and others share the model",
                 "Pass a folder or hub id that all of them can read",
             )
-        self._broadcast(MessageKind.LOAD_WEIGHTS, as_json({"weights": str(weights)}))
+        self.broadcast(MessageKind.LOAD_WEIGHTS, as_json({"weights": str(weights)}))
         try:
             fingerprint, problem = load(), None
         except Exception as error:
@@ -323,7 +323,7 @@ class Team(OtherProcesses):
             reasons = "; ".join(problems)
             problem = CheckpointError(f"{weights} can't be used: {reasons}. Give all processes the same files")
         if problem is not None:
-            self._broadcast(MessageKind.DROP_WEIGHTS)
+            self.broadcast(MessageKind.DROP_WEIGHTS)
             raise problem
 
     def arrive(self, arrays: Any) -> None:
@@ -438,7 +438,7 @@ class Team(OtherProcesses):
         assert self._codec is not None, "followers are not ready"
         return self._codec
 
-    def _broadcast(self, kind: MessageKind, content: bytes = b"") -> None:
+    def broadcast(self, kind: MessageKind, content: bytes = b"") -> None:
         for follower in self.followers:
             self._send(follower, kind, content)
 

@@ -365,14 +365,14 @@ def start_ray() -> Callable[[], None]:
             return lambda: None
         if not ray.is_initialized():
             with _quietly():
-                if not _join():
+                if not join_cluster():
                     _start_patiently()
             _started = True
         _users += 1
     return _leave
 
 
-def _join() -> bool:
+def join_cluster() -> bool:
     """Join the cluster of `$RAY_ADDRESS`, or of `ray start` on this machine. Return False if there is none.
 
     A Ray that another program has started for itself is not joined: it ends with that program.

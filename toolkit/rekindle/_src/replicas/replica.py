@@ -56,7 +56,7 @@ class Replica:
     def __init__(self, opening: Opening, *, role: Role = "both", listen: str | None = "127.0.0.1") -> None:
         """Make a replica. Others take its pages at the host address `listen`; None shares no pages."""
         self._opening, self._role, self._listen = opening, role, listen
-        self._pulls: Pulls | None = None
+        self.pulls: Pulls | None = None
         self._capabilities = capabilities_of()
         self._opened: Session | None = None
         self._info: ReplicaInfo | None = None
@@ -70,9 +70,9 @@ class Replica:
         async with self._lock:
             if self._info is None:
                 self._opened = await anyio.to_thread.run_sync(self._opening)
-                self._pulls = await self._sharing(self._opened)
+                self.pulls = await self._sharing(self._opened)
                 await self._look()
-                pages = None if self._pulls is None else self._pulls.address
+                pages = None if self.pulls is None else self.pulls.address
                 self._info = _info_of(self._client)._replace(pages=pages)
             return self._info
 
@@ -107,7 +107,7 @@ class Replica:
         stats = await anyio.to_thread.run_sync(self._session.stats)
         plain = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
         figures: dict[str, Any] = {**plain, "step_sizes": dict(stats.step_sizes)}
-        self._figures = figures | ({} if self._pulls is None else self._pulls.figures())
+        self._figures = figures | ({} if self.pulls is None else self.pulls.figures())
         self._beat = time.monotonic()
 
     @property
@@ -121,7 +121,7 @@ class Replica:
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
         """Take pages that neighbours likely need again. Return their number."""
-        pulls = self._pulls
+        pulls = self.pulls
         return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
 
     async def send(self, sender: str, requests: tuple[RequestMessage, ...], ended: tuple[str, ...]) -> None:
@@ -191,10 +191,10 @@ class Replica:
             host.relay(request, mailbox, take)
 
         mailbox.on_sequence_end = over
-        if pages is None or self._pulls is None:
+        if pages is None or self.pulls is None:
             host.relay(request, mailbox, take)
         else:
-            self._pulls.pull_first(request, pages, relay)
+            self.pulls.pull_first(request, pages, relay)
 
     async def _taken_in(self, request: Request, mailbox: Mailbox) -> Request:
         """Return the request with its extensions on this replica."""

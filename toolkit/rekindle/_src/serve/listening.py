@@ -53,7 +53,7 @@ AHEAD = 16  # requests sent before the first is answered, at most
 # at once: if the client has left, a reset answers it, and the next one fails. The later ones are for a client that
 # leaves later. Go's client takes five at most.
 PROBE_SECONDS = (0.0, 5.0, 50.0)
-_SWEEP_SECONDS = 0.5
+SWEEP_SECONDS = 0.5
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 
@@ -234,7 +234,7 @@ class Connections:
             self._by_address.setdefault(address, {})[connection] = None
             self.count += 1
             if self._sweeping is None:
-                self._sweeping = connection.loop.call_later(_SWEEP_SECONDS, self._sweep, connection.loop)
+                self._sweeping = connection.loop.call_later(SWEEP_SECONDS, self._sweep, connection.loop)
         return room
 
     def leave(self, connection: _BoundedProtocol) -> None:
@@ -263,7 +263,7 @@ class Connections:
         for group in tuple(self._by_address.values()):
             for connection in tuple(group):
                 connection.check_time(now)
-        self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
+        self._sweeping = loop.call_later(SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
 
 
 class _BoundedProtocol(_Protocol):

@@ -29,7 +29,7 @@ from rekindle._src.kvcache.persist.segment import (
 from rekindle.errors import SnapshotRefused, StoreError
 from rekindle_kernels import private_files
 
-_MAGIC = b"rekindle prefix\n"
+MAGIC = b"rekindle prefix\n"
 _LENGTH = 8
 
 
@@ -47,7 +47,7 @@ def write(
     complete or absent. Raises StoreError if it can't be written."""
     if not pages:
         raise StoreError("nothing of the prompt is cached. Generate with it first")
-    content = [_MAGIC, *_part(identity, pages)]
+    content = [MAGIC, *_part(identity, pages)]
     for own, entries in sides:
         content += _part(own, entries) if entries else []
     try:
@@ -71,9 +71,9 @@ def read(path: Path, identity: Identity, *, sides: Sequence[Identity] = ()) -> t
         data = path.read_bytes()
     except OSError as error:
         raise StoreError(f"the prefix was not imported: {error}. Check the path") from error
-    if not data.startswith(_MAGIC):
+    if not data.startswith(MAGIC):
         raise StoreError(f"{path} is not an exported prefix")
-    pages, end = _read(path, data, len(_MAGIC), identity, chained=True)
+    pages, end = _read(path, data, len(MAGIC), identity, chained=True)
     entries: list[Pairs] = []
     for place, own in enumerate(sides):
         follows = end < len(data) and (place == len(sides) - 1 or _fits(data, end, own))

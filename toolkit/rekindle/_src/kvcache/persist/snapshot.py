@@ -83,9 +83,9 @@ def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> 
 
     Raises StoreError if it can't be written.
     """
-    versions = _versions(folder, check_name(name))
+    versions = kept_versions(folder, check_name(name))
     number = 1 + max((_number(path) for path in versions), default=0)
-    path = folder / "snapshots" / f"{name}@{number:08d}-{_tag(identity)}-{uuid.uuid4().hex[:8]}"
+    path = folder / "snapshots" / f"{name}@{number:08d}-{tag(identity)}-{uuid.uuid4().hex[:8]}"
     reason = private_files.distrust_reason(path.parent)
     if reason is not None:
         raise StoreError(f"snapshot {name!r} was not saved: {reason}")
@@ -110,7 +110,7 @@ def _replaced(version: Path, identity: Identity) -> bool:
         return False  # it may be another's, and readable again later
 
 
-def _tag(identity: Identity) -> str:
+def tag(identity: Identity) -> str:
     """Return the part of a version's file name that stands for its identity."""
     return identity.root.hex()[:16]
 
@@ -119,7 +119,7 @@ def tagged(names: Sequence[str], name: str, identity: Identity) -> str | None:
     """Return the newest version of `name` with this identity's tag in its file name, else the newest, or None."""
     versions = sorted((file for file in names if file.rpartition("@")[0] == name), key=lambda one: _number(Path(one)))
     return next(
-        (file for file in reversed(versions) if f"-{_tag(identity)}-" in file), versions[-1] if versions else None
+        (file for file in reversed(versions) if f"-{tag(identity)}-" in file), versions[-1] if versions else None
     )
 
 
@@ -133,7 +133,7 @@ def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
         raise StoreError(f"snapshot {name!r} is not read: {reason}")
     damaged = ""
     for _ in range(_ATTEMPTS):
-        versions = _versions(folder, name)
+        versions = kept_versions(folder, name)
         vanished = False
         fallback: Segment | None = None  # of another identity
         for path in reversed(versions):
@@ -177,8 +177,8 @@ def pages_of_snapshot(folder: Path, identity: Identity, name: str) -> list[Page]
 
 def touch(folder: Path, name: str, identity: Identity) -> None:
     """Mark the snapshot with this name and identity as used now, which delays its removal."""
-    for path in _versions(folder, name):
-        if f"-{_tag(identity)}-" in path.name:
+    for path in kept_versions(folder, name):
+        if f"-{tag(identity)}-" in path.name:
             private_files.touch(path)
 
 
@@ -200,7 +200,7 @@ def describe_all(folder: Path, identity: Identity) -> list[SnapshotInfo]:
 
 def delete(folder: Path, name: str) -> bool:
     """Remove every snapshot of a name, if there is one. Their pages stay until the disk tier needs the room."""
-    versions = _versions(folder, check_name(name))
+    versions = kept_versions(folder, check_name(name))
     for path in versions:
         remove(path)
     return bool(versions)
@@ -300,7 +300,7 @@ def _all(folder: Path) -> list[Path]:
     return []
 
 
-def _versions(folder: Path, name: str) -> list[Path]:
+def kept_versions(folder: Path, name: str) -> list[Path]:
     return sorted((path for path in _all(folder) if _name(path) == name), key=_number)
 
 

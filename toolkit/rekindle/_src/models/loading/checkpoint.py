@@ -191,7 +191,7 @@ def _abstract(stored: StoredCheckpoint, form: WeightForm, *, unpack: bool) -> Kn
         from rekindle._src.models.loading.named_tensors import named_tensors
 
         # Elsewhere products with 16 bits are faster than those with six or eight in groups.
-        kinds = stored_kinds(*named_tensors(stored, config), eight=_on_cpu(), steps=not form.divided)
+        kinds = stored_kinds(*named_tensors(stored, config), eight=on_cpu(), steps=not form.divided)
     graph, shapes = abstract_model(
         config, name, form.quantize, quantize_embeddings=form.quantize_embeddings, kinds=kinds
     )
@@ -200,7 +200,7 @@ def _abstract(stored: StoredCheckpoint, form: WeightForm, *, unpack: bool) -> Kn
     return KnownModel(graph, shapes, name)
 
 
-def _on_cpu() -> bool:
+def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 

@@ -62,8 +62,8 @@ class PrefaultArena:
     def __init__(self, size: int) -> None:
         """Begin to touch `size` bytes at once, in a thread."""
         global _ahead
-        self._memory = huge_pages(-(-size // HUGE) * HUGE)
-        self._used = 0
+        self.memory = huge_pages(-(-size // HUGE) * HUGE)
+        self.used = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._touch, name="rekindle memory", daemon=True)
         self._thread.start()
@@ -73,10 +73,10 @@ class PrefaultArena:
     def take(self, size: int) -> NDArray[np.uint8] | None:
         """Return memory; None if there is not enough. The caller holds the lock."""
         self._stop()
-        if self._used + size > self._memory.size:
+        if self.used + size > self.memory.size:
             return None
-        self._used += size
-        return self._memory[self._used - size : self._used]
+        self.used += size
+        return self.memory[self.used - size : self.used]
 
     def close(self) -> None:
         """Return unused memory to the system. Arrays go on using theirs."""
@@ -85,7 +85,7 @@ class PrefaultArena:
             if _ahead is self:
                 _ahead = None
             self._stop()
-            rest = self._memory[-(-self._used // HUGE) * HUGE :]
+            rest = self.memory[-(-self.used // HUGE) * HUGE :]
             if rest.size:
                 system.give_back(rest.ctypes.data, rest.size)
 
@@ -94,10 +94,10 @@ class PrefaultArena:
         self._thread.join()
 
     def _touch(self) -> None:
-        for start in range(0, self._memory.size, PIECE):
+        for start in range(0, self.memory.size, PIECE):
             if self._stopped.is_set():
                 return
-            piece = self._memory[start : start + PIECE]
+            piece = self.memory[start : start + PIECE]
             ctypes.memset(piece.ctypes.data, 0, piece.size)
 
 

@@ -49,7 +49,7 @@ OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 # File systems with files that stay readable while they are open, even after they were deleted.
 LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"))
 _FIXED = 0x10  # MAP_FIXED
-_INTO_PLACE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: memory that was moved away stays mapped, and is empty
+INTO_PLACE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: memory that was moved away stays mapped, and is empty
 _POPULATE_READ = 22  # MADV_POPULATE_READ
 _FAILED = ctypes.c_void_p(-1).value
 Bytes = NDArray[np.uint8]
@@ -98,11 +98,11 @@ def view(path: Path) -> Bytes:
         size = os.fstat(file.fileno()).st_size
         if sys.platform != "linux":
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-        if _file_system(path) not in LOCAL:
+        if file_system(path) not in LOCAL:
             raise OSError(f"{path} is not on a disk of this machine: it could go while it is used")
         memory = huge_pages(size)  # a place where huge pages can go; the file takes it first
         flags = mmap.MAP_PRIVATE | _FIXED
-        if _libc().mmap(memory.ctypes.data, size, mmap.PROT_READ, flags, file.fileno(), 0) == _FAILED:
+        if libc().mmap(memory.ctypes.data, size, mmap.PROT_READ, flags, file.fileno(), 0) == _FAILED:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory.flags.writeable = False
     return memory
@@ -112,7 +112,7 @@ def bring(part: NDArray[Any]) -> None:
     """Read a part of a view from disk now. Raise `OSError` if that fails; touching the part would end the process."""
     if sys.platform == "linux":
         first = part.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
-        if _libc().madvise(first, part.ctypes.data + part.nbytes - first, _POPULATE_READ):
+        if libc().madvise(first, part.ctypes.data + part.nbytes - first, _POPULATE_READ):
             number = ctypes.get_errno()
             if number != errno.EINVAL:  # before Linux 5.14
                 raise OSError(number, os.strerror(number))
@@ -124,7 +124,7 @@ def move_later(memory: Bytes, lease: FileLease | None = None) -> threading.Threa
     It does nothing if the view is no longer used then, and releases the lease in the end. Return None where there is
     nothing to do.
     """
-    if lease is None and not _worthwhile(memory.nbytes):
+    if lease is None and not worthwhile(memory.nbytes):
         return None
     owner, place, size = weakref.ref(_owner(memory)), memory.ctypes.data, memory.nbytes
     thread = threading.Thread(target=_move, args=(owner, place, size, lease), name="rekindle huge pages", daemon=True)
@@ -148,7 +148,7 @@ def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLe
         array = owner()  # a reference, so that it stays mapped for this piece
         if array is None or (breaking and not _movable()):
             return
-        if not breaking and not _worthwhile(size - start):
+        if not breaking and not worthwhile(size - start):
             if lease is None:
                 return
             pause = WATCH
@@ -159,7 +159,7 @@ def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLe
         staging = huge_pages(PIECE) if staging is None else staging
         ctypes.memmove(staging.ctypes.data, place + start, count)
         whole = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
-        if _libc().mremap(staging.ctypes.data, whole, whole, _INTO_PLACE, place + start) == _FAILED:
+        if libc().mremap(staging.ctypes.data, whole, whole, INTO_PLACE, place + start) == _FAILED:
             return  # before Linux 5.7, which has not touched the place
         pause = (time.perf_counter() - began) * (1 / SHARE - 1)
         start += count
@@ -180,7 +180,7 @@ def _wait(seconds: float, owner: weakref.ref[Bytes], lease: FileLease | None) ->
     return True
 
 
-def _file_system(path: Path) -> str:
+def file_system(path: Path) -> str:
     """Return the type of the file system that `path` is on, "" if it is unknown."""
     mounts = dict[Path, str]()
     with contextlib.suppress(OSError):
@@ -198,7 +198,7 @@ def _owner(memory: Bytes) -> Bytes:
     return memory
 
 
-def _worthwhile(size: int) -> bool:
+def worthwhile(size: int) -> bool:
     """True if there are huge pages, and room for them."""
     if not _movable():
         return False
@@ -225,7 +225,7 @@ def _movable() -> bool:
 
 
 @cache
-def _libc() -> Any:
+def libc() -> Any:
     library = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_size_t
     library.mmap.argtypes = [ctypes.c_void_p, size, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]

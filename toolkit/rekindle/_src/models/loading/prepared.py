@@ -56,10 +56,10 @@ PIECE, PAUSES = 4 << 20, 3  # bytes written at once, and the pause after each wr
 IN_ALL = 3.0  # seconds of pauses: other writes to the cache wait meanwhile
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
-_MODEL = "model.json"
-_DESCRIPTION = f"{ITEM}/{_MODEL}"
+MODEL = "model.json"
+_DESCRIPTION = f"{ITEM}/{MODEL}"
 _saving: set[threading.Thread] = set()
-_hurry = threading.Event()
+hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
 Leaf = Array | np.ndarray[Any, Any] | LeafParts
@@ -166,15 +166,15 @@ def save(
         getattr(threading, "_register_atexit", atexit.register)(_finish)
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
-    on_host = all(_on_host(leaf) for leaf in leaves)
+    on_host = all(is_on_host(leaf) for leaf in leaves)
     arrays = [np.asarray(leaf) if on_host and isinstance(leaf, Array) else leaf for leaf in leaves]
     arguments = kept, graph, dtype, arrays, name, *((DELAY, PAUSES) if on_host else (0.0, 0))
-    thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
+    thread = threading.Thread(target=save_weights, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
 
 
-def _on_host(leaf: Array | LeafParts) -> bool:
+def is_on_host(leaf: Array | LeafParts) -> bool:
     if isinstance(leaf, LeafParts):
         return leaf.on_host
     return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
@@ -183,33 +183,35 @@ def _on_host(leaf: Array | LeafParts) -> bool:
 def wait(timeout: float | None = None) -> bool:
     """Wait until everything that is to be kept is on disk; False if that takes longer than `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
-    _hurry.set()
+    hurry.set()
     for thread in list(_saving):
         thread.join(None if end is None else max(0.0, end - time.monotonic()))
-    _hurry.clear()
+    hurry.clear()
     return not _saving
 
 
 def _finish() -> None:
     """Wait a moment for unfinished writes before the process ends, then remove any still unfinished."""
     if not wait(AT_EXIT):
-        _hurry.set()  # programs are written after it, before the interpreter ends
+        hurry.set()  # programs are written after it, before the interpreter ends
         abandon()
 
 
-def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float, pauses: int) -> None:
+def save_weights(
+    kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float, pauses: int
+) -> None:
     yield_to_others()
-    _hurry.wait(delay)
+    hurry.wait(delay)
     try:
         with _one_at_a_time:
-            _write_once(kept, graph, dtype, leaves, name, pauses)
+            write_once(kept, graph, dtype, leaves, name, pauses)
     except Exception as error:
         _log.warning("laid-out weights not kept in %s: %s", kept, error)
     finally:
         _saving.discard(threading.current_thread())
 
 
-def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, pauses: int) -> None:
+def write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, pauses: int) -> None:
     if kept.is_dir():  # another session was faster
         return
     size, store = sum(leaf.nbytes for leaf in leaves), _store(kept)
@@ -222,11 +224,11 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], na
     specs = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
     model = known_models.encode(graph, specs, dtype, name)
     by_path = dict(zip(graph.paths, leaves, strict=True))
-    store.write(kept.name, functools.partial(_write, model, by_path, pauses=pauses))
+    store.write(kept.name, functools.partial(write_item, model, by_path, pauses=pauses))
     known_models.keep(kept, model)
 
 
-def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: int = 0) -> None:
+def write_item(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: int = 0) -> None:
     sums = dict[str, str]()
     # Arrays are adopted where they begin on a cache line: those that would shift their successors come last.
     ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
@@ -242,11 +244,11 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: in
                 yield flat[start : start + PIECE]
                 pause = min(left, pauses * (time.monotonic() - began))
                 left -= pause
-                _hurry.wait(pause)
+                hurry.wait(pause)
 
     tensor_files.write(folder / kept_weights.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
-    (folder / _MODEL).write_bytes(model)
+    (folder / MODEL).write_bytes(model)
 
 
 def _read(

@@ -39,7 +39,7 @@ _LAYERS = frozenset(("layers", "h"))
 _HEAD = "lm_head."  # stands anywhere above the language model, or in it
 _DRAFT_HEAD = "draft_head"  # the key of a config whose model has a head that drafts tokens and is used
 _DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
-_COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
+COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, next to a model that embeds
 MAX_TOKENS = 1 << 24  # of a vocabulary
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
@@ -271,7 +271,7 @@ def _has_another_head(headers: Iterable[Header]) -> bool:
         return False
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
         return True
-    count = 1 if head.nbytes <= _COMPARED_WHOLE else _SAMPLES
+    count = 1 if head.nbytes <= COMPARED_WHOLE else _SAMPLES
     size = head.nbytes if count == 1 else _BLOCK
     places = [(head.nbytes - size) * number // max(1, count - 1) for number in range(count)]
     with open_plain(head.file) as one, open_plain(embedding.file) as other:

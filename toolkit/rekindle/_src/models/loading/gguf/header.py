@@ -33,9 +33,9 @@ from rekindle.errors import CheckpointError
 MAX_HEADER = 256 << 20  # bytes; a vocabulary of 256,000 tokens with its merges takes some 15 MB
 MAX_TEXTS = 1 << 22  # strings of one array
 MAX_TENSORS = MAX_KEYS = 1 << 16  # of a file: the largest published ones have some 2,000 tensors and 100 keys
-_STEP = 4 << 20
+STEP = 4 << 20
 _LENGTH = struct.Struct("<Q")
-_WINDOW = 1 << 20  # bytes that are searched for strings at once
+WINDOW = 1 << 20  # bytes that are searched for strings at once
 
 
 class Texts(Sequence[str]):
@@ -180,7 +180,7 @@ class Cursor:
         or one with zeros in it, ends the search.
         """
         first = self.position
-        window = np.frombuffer(self._buffer, np.uint8, min(_WINDOW, self._fill_some(_WINDOW)), first)
+        window = np.frombuffer(self._buffer, np.uint8, min(WINDOW, self._fill_some(WINDOW)), first)
         if len(window) < 8:  # the file ends here
             return np.empty(0, np.int64)
         # Of the seven zeros in the length of a short string, four are an aligned word; up to three follow it.
@@ -239,7 +239,7 @@ class Cursor:
         if wanted > self._most:
             raise self.broken(f"the header is longer than the {self._most >> 20} MiB that are read")
         while len(self._buffer) < wanted:
-            data = self._file.read(max(_STEP, wanted - len(self._buffer)))
+            data = self._file.read(max(STEP, wanted - len(self._buffer)))
             if not data:
                 raise self.broken(f"the file ends after {len(self._buffer):,} bytes")
             self._buffer += data

@@ -28,7 +28,7 @@ _RUNNERS = ("ollama", "llamacpp")  # runners that take GGUF, the preferred one f
 _DIGEST = re.compile(r"sha256[:-]([0-9a-fA-F]{64})")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _HOST, _NAMESPACE, _TAG = "registry.ollama.ai", "library", "latest"
-_SERVICE = Path("/usr/share/ollama/.ollama/models")  # of Ollama as a service on Linux, with the user `ollama`
+SERVICE = Path("/usr/share/ollama/.ollama/models")  # of Ollama as a service on Linux, with the user `ollama`
 
 
 class Ollama(ModelStore):
@@ -38,7 +38,7 @@ class Ollama(ModelStore):
 
     def folders(self) -> list[Path]:
         own = variable("OLLAMA_MODELS")
-        return [home() / ".ollama" / "models", _SERVICE] if own is None else [own]
+        return [home() / ".ollama" / "models", SERVICE] if own is None else [own]
 
     def models(self, reader: StoreReader) -> Iterator[StoreEntry]:
         for folder in self.folders():
