@@ -215,7 +215,7 @@ def test_a_compiler_ends_with_its_parent() -> None:
         "import sys, os, rekindle; from rekindle import tiny; from rekindle._src.text.tokenizer import Tokenizer;"
         "from rekindle._src.structured.grammar import Grammars; from rekindle._src.structured.spec import Spec;"
         "t = Tokenizer.load(tiny.folder()); g = Grammars(t, t.vocab_size); g.compile(Spec('regex', 'a'));"
-        "print(next(iter(g._compilers._guards)).pid, flush=True); os.kill(os.getpid(), 9)"
+        "print(next(iter(g.compilers._guards)).pid, flush=True); os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid = int(done.stdout)
