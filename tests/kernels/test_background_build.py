@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.kernel_state import begin_with, store
 from helpers.thorough import by_default
 from rekindle_kernels import build_kernels, environment, int4_format, kernels_for
 from rekindle_kernels.native import background_build, build, kernel_files, library
@@ -30,9 +31,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(library.FOLDER, str(tmp_path / "none"))
     monkeypatch.setenv("REKINDLE_BACKGROUND_BUILD", "1")
     monkeypatch.setattr(kernel_files, "cache_folder", tmp_path)
-    monkeypatch.setattr(build, "_ready", set())
-    monkeypatch.setattr(build, "_failed", set())
-    monkeypatch.setattr(build, "_put_off", set())
+    begin_with(monkeypatch, ready=set())
     monkeypatch.setattr(background_build, "_latest", None)
     yield
     for one in background_build._all:
@@ -53,7 +52,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels that take half a second of waiting: compiling one takes five of a core."""
     keep = "b.build.keep = lambda name: (b.time.sleep(0.5), b.build._store(name, b'code')); b.main()"
     monkeypatch.setattr(background_build, "_CODE", background_build._CODE.replace("b.main()", keep))
-    monkeypatch.setattr(build, "keep", lambda name: build._store(name, b"code"))
+    monkeypatch.setattr(build, "keep", lambda name: store(name, b"code"))
 
 
 @pytest.mark.parametrize("compiled", by_default([False, True]))
@@ -175,7 +174,7 @@ def test_a_program_does_without_what_takes_too_long_and_the_next_one_finds_it(
     assert kernel_files.cache_folder is not None
     (kernel_files.cache_folder / "go").touch()
     assert found.wait() and not build.builds("norm"), "this process computes in one way until it ends"
-    monkeypatch.setattr(build, "_failed", set())
+    begin_with(monkeypatch)
     assert build.is_there("norm"), "for the next one"
 
 

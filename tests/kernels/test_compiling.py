@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.random import threefry_2x32
 
+from helpers.kernel_state import stored
 from rekindle_kernels.native import build
 
 if build.unavailable_reason() is not None:
@@ -47,7 +48,7 @@ def test_no_kernel_can_fail_or_needs_python(name: str) -> None:
     if name.startswith("gemm") and not cpu.multiplies_many(name.removeprefix("gemm_")):
         pytest.skip("this processor has no instruction for it")
     build.ensure(name)
-    code = build._stored(name)
+    code = stored(name)
     if code is None:  # it came with the installation
         found = library.find()
         assert found is not None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.kernel_state import begin_with
 from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, abstract_pages, fill_pages
 from rekindle_kernels.native import python_handlers
@@ -63,10 +64,9 @@ def test_the_program_has_one_operation_however_many_layers_there_are() -> None:
 
 
 def test_where_xla_refused_the_kernel_of_zeros_it_fills_pages_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rekindle_kernels.native import build
     from rekindle_kernels.ops.memory import FILL_PAGES, MemoryCall
 
-    monkeypatch.setattr(build, "_failed", {"zeros"})
+    begin_with(monkeypatch, failed="zeros")
     assert FILL_PAGES.choose(MemoryCall("cpu")).name == ("xla")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import rekindle_kernels
+from helpers.kernel_state import begin_with
 from helpers.python import run_python
 from rekindle_kernels.native import build, layout, python_handlers
 
@@ -104,8 +105,7 @@ def test_zeros_need_no_kernel_where_xla_refuses_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "PREFIX", "rekindle_refused_")
-    monkeypatch.setattr(build, "_ready", set())
-    monkeypatch.setattr(build, "_failed", set())
+    begin_with(monkeypatch, ready=set())
     monkeypatch.setitem(python_handlers.HANDLERS, python_handlers.ZEROS, _too_new)
     shapes = [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.ShapeDtypeStruct((7,), jnp.int32)]
     with caplog.at_level(logging.WARNING, logger="rekindle_kernels.native.build"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.kernel_state import begin_with
 from rekindle_kernels.int4_format import STORED
 from rekindle_kernels.native import build, chain_plan, kernel_table, python_handlers
 from rekindle_kernels.native.kernel_table import GROUPED, KERNELS, MATVEC, PREFILL, identify
@@ -58,7 +59,7 @@ def test_an_operand_behind_the_settings_changes_no_call_without_it() -> None:
 
 def test_a_program_calls_the_kernels_that_it_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = {"decode_bfloat16_6", "decode_bfloat16_64", "decode_bfloat16_640", "norm", "chain"}
-    monkeypatch.setattr(build, "_ready", ready)
+    begin_with(monkeypatch, ready=ready)
     program = b'\x1arekindle_decode_bfloat16_64\x00..kernels = "rekindle_norm rekindle_decode_bfloat16_6"'
     assert build.called_by(program) == ["decode_bfloat16_6", "decode_bfloat16_64", "norm"]
     assert build.called_by(b"rekindle_chainx") == ["chain"], "a name may run into what follows it"

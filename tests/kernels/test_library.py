@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.kernel_state import look_for_library_again
 from helpers.python import run_python
 from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
@@ -28,9 +29,9 @@ LEVELS = cpu.levels()
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    library._find.cache_clear()
+    look_for_library_again()
     yield
-    library._find.cache_clear()
+    look_for_library_again()
 
 
 def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[str]) -> None:
@@ -213,7 +214,7 @@ def test_a_python_without_lzma_says_why_kernels_are_not_used(
     manifest(tmp_path, library=f"kernels.so{library.PACKED}")
     monkeypatch.setenv(library.FOLDER, str(tmp_path))
     assert library.find() is not None
-    library._find.cache_clear()
+    look_for_library_again()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert library.find() is None and "built without lzma" in caplog.text
 
@@ -272,7 +273,7 @@ def test_each_number_of_bits_has_a_choice_of_its_own_and_it_is_said(
     assert "measured on A processor" in words and "(16 bits: none; " in words
     assert "8 bits, several or long rows: 8 KiB ahead into cache level 2" in words
     assert "4 bits: 2 KiB ahead into cache level 1" in words
-    library._find.cache_clear()
+    look_for_library_again()
     manifest(tmp_path, prefetch={"chosen": {"wide": [0, 0]}})
     assert library.find() is None, "one kind is missing"
 
@@ -333,10 +334,10 @@ def test_a_library_for_something_else_is_not_used(
     caplog.set_level(logging.DEBUG, library.__name__)
     assert library.find() is None and "no library" in caplog.text
     manifest(tmp_path)
-    library._find.cache_clear()
+    look_for_library_again()
     assert (library.find() is not None) == bool(LEVELS)
     manifest(tmp_path, **changes)
-    library._find.cache_clear()
+    look_for_library_again()
     assert library.find() is None
 
 
@@ -348,7 +349,7 @@ def test_level_and_library_are_part_of_a_programs_key(tmp_path: Path, monkeypatc
     monkeypatch.setenv(library.FOLDER, str(tmp_path))
     for digest in ("1", "2"):
         manifest(tmp_path, digest=digest)
-        library._find.cache_clear()
+        look_for_library_again()
         seen.append(environment())
     for level in LEVELS:
         monkeypatch.setenv(cpu.MASK, level.name)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from helpers.group_matrices import INDICES, clamped
+from helpers.kernel_state import begin_with
 from helpers.python import run_python
 from helpers.thorough import by_default
 from rekindle_kernels import GatedCall, LinearOptions, gated, init_pages, linear, pages, rms_norm, rope
@@ -488,7 +489,7 @@ def test_a_kernel_that_was_not_installed_names_what_compiles_it(
 ) -> None:
     """Heads of another size, say, where an installation brought the likely kernels and numba is not there."""
     monkeypatch.setattr(kernel_files, "cache_folder", tmp_path)
-    monkeypatch.setattr(build, "_failed", set())
+    begin_with(monkeypatch)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not build.builds("decode_float32_112") and not build.builds("decode_float32_112")
     (told,) = [record.message for record in caplog.records]
@@ -502,7 +503,7 @@ def test_a_kernel_that_cannot_be_built_leaves_the_work_to_xla(
         raise RuntimeError(f"numba has no idea what {name} is")
 
     monkeypatch.setattr(build, "ensure", broken)
-    monkeypatch.setattr(build, "_failed", set())
+    begin_with(monkeypatch)
     weight = jnp.zeros((64, 64), jnp.float32)
     assert not products.multiplies(2, weight)
     assert not products.multiplies(2, weight)

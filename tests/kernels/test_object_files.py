@@ -10,6 +10,7 @@ import pytest
 
 import rekindle_kernels
 from helpers.faults import full_disk
+from helpers.kernel_state import store, stored
 from rekindle._src.core.config import cache_folder
 from rekindle_kernels.native import build, kernel_files
 from rekindle_kernels.private_files import TAG, tell_once
@@ -26,37 +27,37 @@ def native(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_it_is_read_as_it_was_written(native: Path) -> None:
-    build._store(NAME, CODE)
-    assert build._stored(NAME) == CODE
+    store(NAME, CODE)
+    assert stored(NAME) == CODE
     (file,) = native.iterdir()
     assert file.stat().st_mode & 0o777 == 0o600
     os.utime(file, (1e9, 1e9))
-    assert build._stored(NAME) == CODE and file.stat().st_mtime > 1e9, "its use is noted"
+    assert stored(NAME) == CODE and file.stat().st_mtime > 1e9, "its use is noted"
     file.write_bytes(file.read_bytes()[:-1])
-    assert build._stored(NAME) is None
+    assert stored(NAME) is None
 
 
 def test_what_others_could_have_written_is_not_loaded(native: Path, caplog: pytest.LogCaptureFixture) -> None:
-    build._store(NAME, CODE)
+    store(NAME, CODE)
     (file,) = native.iterdir()
     file.chmod(0o666)
-    assert build._stored(NAME) is None
+    assert stored(NAME) is None
     file.chmod(0o600)
-    assert build._stored(NAME) == CODE
+    assert stored(NAME) == CODE
     native.chmod(0o777)
     with caplog.at_level(logging.WARNING, "rekindle.cache"):
-        assert build._stored(NAME) is None
-        build._store("another", CODE)
-        assert build._stored("another") is None
+        assert stored(NAME) is None
+        store("another", CODE)
+        assert stored("another") is None
     assert [file.name for file in native.iterdir()] == [file.name]
     assert len(caplog.records) == 1 and str(native) in caplog.text
 
 
 def test_a_full_disk_leaves_nothing_behind(native: Path) -> None:
-    build._store(NAME, CODE)
+    store(NAME, CODE)
     before = {path.name for path in native.iterdir()}
     with full_disk("native"):
-        build._store("another", CODE)
+        store("another", CODE)
     assert {path.name for path in native.iterdir()} == before
 
 
@@ -66,5 +67,5 @@ def test_the_folder_of_the_environment_is_expanded(native: Path, monkeypatch: py
     monkeypatch.setenv("REKINDLE_CACHE", "~/cache")
     rekindle_kernels.configure(cache_folder=cache_folder())
     assert kernel_files.folder() == native
-    build._store(NAME, CODE)
+    store(NAME, CODE)
     assert (native.parent / TAG).exists()

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from helpers.kernel_state import stored
 from rekindle_kernels.native import build, object_loader
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
 
@@ -25,10 +26,10 @@ KNOWN = {ENTRIES: 0x1234_5678_9ABC}
 def code() -> bytes:
     """The kernel of chains, which refers to its table as well as to the C library."""
     build.ensure(CHAIN)
-    stored = build._stored(CHAIN)
-    if stored is None and not build.can_compile():
+    kept = stored(CHAIN)
+    if kept is None and not build.can_compile():
         pytest.skip("nothing compiles kernels here")
-    return stored or build._compile(CHAIN)  # where it came with the installation
+    return kept or build._compile(CHAIN)  # where it came with the installation
 
 
 def test_the_code_is_there_with_all_addresses(code: bytes) -> None:

@@ -129,7 +129,7 @@ def test_a_follower_whose_greeting_ends_after_the_leader_gave_up_is_not_kept(
     assert isinstance(leader.result(), ProcessLost)
     goes_on.set()
     threads[0].join(60)
-    assert greeted[0]._connection.fileno() == -1, "its connection is open"
+    assert greeted[0].connection.fileno() == -1, "its connection is open"
     channel.close()
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from helpers.driving import TINY, tiny_config
 from helpers.fakes import DictStore
+from helpers.kernel_state import begin_with
 from helpers.programs import session_features
 from helpers.thorough import by_default
 from rekindle._src.models.base import ALONE, abstract_model
@@ -32,7 +33,7 @@ from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels import traits
-from rekindle_kernels.native import build, python_handlers
+from rekindle_kernels.native import python_handlers
 
 CONFIG = config_from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
@@ -306,7 +307,7 @@ def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
 
 @pytest.mark.skipif(not python_handlers.has_zeros() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
 def test_memory_is_made_without_the_kernel_that_xla_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_failed", set())
+    begin_with(monkeypatch)
     programs = programs_of()
     assert "rekindle_zeros" in programs.get(MEMORY).as_text()
 
@@ -323,8 +324,7 @@ def test_memory_is_made_without_the_kernel_that_xla_would_not_run(monkeypatch: p
 
 
 def test_memory_that_there_is_not_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_failed", set())
-    programs = programs_of()
+    state, programs = begin_with(monkeypatch), programs_of()
     programs.get(MEMORY)
 
     def exhausted() -> Any:
@@ -333,7 +333,7 @@ def test_memory_that_there_is_not_is_no_refusal(monkeypatch: pytest.MonkeyPatch)
     programs.ledger.ready[MEMORY] = exhausted
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         programs.memory()
-    assert not build._failed
+    assert not state.failed
 
 
 def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.MonkeyPatch) -> None:

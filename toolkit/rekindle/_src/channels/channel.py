@@ -128,7 +128,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket, keys: ChannelKeys, *, silence: float) -> None:
         """Wrap a connection. The other side counts as gone after `silence` seconds without a message."""
-        self._connection, self._keys = connection, keys
+        self.connection, self._keys = connection, keys
         self._sent = self._received = 0
         self._sending = threading.Lock()
         self.bytes_sent = 0
@@ -156,10 +156,10 @@ class Channel:
         before, after = header + mark(self._keys.sending, header)[:_SHORT], mark(self._keys.sending, header, content)
         try:
             if len(content) <= _JOINED:
-                self._connection.sendall(before + content + after)
+                self.connection.sendall(before + content + after)
             else:
                 for part in (before, content, after):
-                    self._connection.sendall(part)
+                    self.connection.sendall(part)
         except OSError as error:
             raise ProcessLost(f"the connection broke: {error}") from error
         self._sent += 1
@@ -195,11 +195,11 @@ class Channel:
     def close(self) -> None:
         """Close the connection; a thread that sends or receives gets ProcessLost."""
         with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
 
     def _exactly(self, count: int) -> memoryview:
-        return exactly(self._connection, count)
+        return exactly(self.connection, count)
 
 
 def exactly(connection: socket.socket, count: int, *, deadline: float | None = None) -> memoryview:

@@ -147,4 +147,4 @@ class WeightsDrafter(Drafter):
             self._failed += 1
         if self._failed >= max(known + 1, _REQUESTS):
             self._rest = self.pause
-            self.pause = min(_LONGER * self._pause, _LONGEST)
+            self.pause = min(_LONGER * self.pause, _LONGEST)
