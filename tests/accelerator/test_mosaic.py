@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers import compilers, mosaic
+from accelerator import mosaic
+from helpers import compilers
 from helpers.compilers import H100, Row
 from rekindle_kernels import AttentionInputs, AttentionOptions, abstract_pages, deprecated, paged_attention
 from rekindle_kernels.pallas.gpu import mosaic as kernels

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers import plain_samplers as plain
+from capabilities import plain_samplers as plain
 from rekindle._src.capabilities.samplers import chain
 from rekindle._src.capabilities.samplers.chain import Context, Numbers
 from rekindle._src.capabilities.samplers.repetition import CLASSES, PER_WORD, REST, SEQUENCES, Breakers, Dry, Window

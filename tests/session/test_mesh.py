@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def checked(folder: Path, devices: int, *names: str, timeout: int = 580) -> None:
-    """Run checks of `helpers/mesh_checks.py` in a process with so many devices."""
+    """Run checks of `mesh_checks.py` in a process with so many devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "helpers" / "mesh_checks.py"), str(folder), *names],
+        [sys.executable, str(ROOT / "tests" / "session" / "mesh_checks.py"), str(folder), *names],
         env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=timeout,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

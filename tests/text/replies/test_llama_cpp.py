@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from helpers.llama_cpp_chats import LlamaCase, llama_cases
 from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.replies import Reply, ReplyFormat, ReplyPlan, fold
 from rekindle.errors import InvalidRequest
+from text.replies.llama_cpp_chats import LlamaCase, llama_cases
 
 pytestmark = pytest.mark.slow
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}

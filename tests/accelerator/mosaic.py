@@ -1,7 +1,7 @@
 """Mosaic GPU's compiler without a GPU: registers, spills, shared memory, and the copies described to the driver.
 
 XLA holds such a kernel as a module that the CUDA plugin compiles. The plugin exports the function that does so, which
-JAX's bridge to PyTorch calls. It asks libcuda for the GPU; helpers/no_cuda.c answers in its place.
+JAX's bridge to PyTorch calls. It asks libcuda for the GPU; no_cuda.c answers in its place.
 """
 
 from __future__ import annotations
