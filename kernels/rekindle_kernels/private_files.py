@@ -34,7 +34,7 @@ TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Folders in a cache.
 KINDS = (
     "chats", "compilations", "fingerprints", "models", "native", "pages", "pictures", "programs", "snapshots",
-    "tokenizers", "weights",
+    "tokenizers", "tuning", "weights",
 )  # fmt: skip
 SIGNED = ("native", "programs")  # of them, those whose files are signed where there is a key
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"

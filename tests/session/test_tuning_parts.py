@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rekindle._src.capabilities.tuning.request import FOREIGN, TuneOptions
 from rekindle._src.capabilities.tuning.sites import trained_matrices
 from rekindle._src.capabilities.tuning.step import TrainingShape
 from rekindle._src.capabilities.tuning.trainer import TrainerState
+from rekindle._src.cli.main import main
 from rekindle._src.core import memory
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text.chat import ChatTemplate
@@ -173,6 +175,52 @@ def test_only_the_latest_state_of_few_trainings_is_kept(tmp_path: Path) -> None:
     for number in range(MOST_TRAININGS + 3):
         TrainingCheckpoints(tmp_path, f"other {number}", {}).save(states[0], [(0,)])
     assert len(list((tmp_path / "tuning").iterdir())) == MOST_TRAININGS
+
+
+def test_no_state_is_read_that_another_user_could_have_written(tmp_path: Path) -> None:
+    """Its numbers would become an adapter, and opening it a file of any size."""
+    cache, state = tmp_path / "cache", TrainerState(np.ones(3, np.float32), ())
+    kept = TrainingCheckpoints(cache, "mine", {"data": "a"})
+    kept.save(state, [(0,)])
+    ((path,),) = [[*(cache / "tuning").iterdir()]]
+    assert kept.load() is not None and {one.stat().st_mode & 0o077 for one in path.rglob("*")} == {0}
+    (numbers,) = path.rglob("*.npz")
+    numbers.chmod(0o666)
+    assert kept.load() is None, "a file that others can write"
+    numbers.rename(tmp_path / "elsewhere.npz")
+    numbers.symlink_to(tmp_path / "elsewhere.npz")
+    assert kept.load() is None, "a link"
+    numbers.unlink()
+    os.mkfifo(numbers, 0o600)
+    assert kept.load() is None, "a FIFO is not waited for"
+    numbers.unlink()
+    (tmp_path / "elsewhere.npz").rename(numbers)
+    numbers.chmod(0o600)
+    assert kept.load() is not None
+    cache.chmod(0o777)
+    before = sorted(cache.rglob("*"))
+    distrusting = TrainingCheckpoints(cache, "mine", {"data": "a"})
+    assert distrusting.load() is None, "a folder that others can write"
+    distrusting.save(state, [(0,), (1,)])
+    distrusting.remove()
+    assert sorted(cache.rglob("*")) == before
+
+
+@pytest.mark.parametrize("records", ['[["<b>"]]', "[1]", "{}", "[[[1.0]]]", "[[true]]"])
+def test_a_history_that_is_not_numbers_is_none(tmp_path: Path, records: str) -> None:
+    kept = TrainingCheckpoints(tmp_path, "mine", {"data": "a"})
+    kept.save(TrainerState(np.ones(3, np.float32), ()), [(0, None, 0.5)])
+    assert kept.load() is not None
+    (history,) = tmp_path.rglob("history.json")
+    history.write_text(records)
+    assert kept.load() is None
+
+
+def test_the_command_line_knows_kept_trainings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    TrainingCheckpoints(tmp_path / "cache", "mine", {}).save(TrainerState(np.ones(3, np.float32), ()), [(0,)])
+    assert main(["cache", "clear", "--yes", "--cache-dir", str(tmp_path / "cache")]) == 0
+    assert "dropped 1 entries" in capsys.readouterr().out
+    assert not [*(tmp_path / "cache" / "tuning").iterdir()]
 
 
 def test_a_training_that_does_not_fit_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
