@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from helpers import driving, plain_sampling
+from helpers.counting import make_scoring_programs
 from helpers.driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from helpers.programs import session_features
@@ -95,6 +96,7 @@ def test_the_largest_context_is_reached(driver: Driver) -> None:
 
 def test_nothing_is_traced_or_compiled_after_warm_up_whatever_the_options(driver: Driver, programs: Programs) -> None:
     driver.runner.warm()
+    make_scoring_programs(programs)
     before = programs.counts.traces, programs.counts.compilations
     rng = np.random.default_rng(0)
     for _ in range(12):

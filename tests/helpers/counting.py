@@ -10,6 +10,8 @@ from typing import Any
 import jax.monitoring
 
 from rekindle import Session
+from rekindle._src.programs.buckets import Bucket, ProgramVariant, with_variants
+from rekindle._src.programs.programs import Programs
 
 BUILT = "/jax/core/compile/backend_compile_duration"
 COMPILING = ("/jax/core/compile/jaxpr_trace_duration", BUILT)
@@ -34,6 +36,15 @@ def compiled_by_jax() -> Iterator[list[str]]:
 def counts(session: Session) -> tuple[int, int]:
     stats = session.stats()
     return stats.traces, stats.compilations
+
+
+def make_scoring_programs(programs: Programs) -> tuple[Bucket, ...]:
+    """Make the programs that score prompts, of every size, as a session does when it first needs one."""
+    keys = with_variants(programs.lattice.ahead, ProgramVariant.PROMPT_LOGPROBS)
+    for key in keys:
+        programs.get(key)
+    programs.flush()
+    return keys
 
 
 class Calls:

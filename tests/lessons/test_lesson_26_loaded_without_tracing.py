@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from helpers.counting import compiled_by_jax, counts
+from helpers.counting import compiled_by_jax, counts, make_scoring_programs
+from helpers.sessions import engine_of
 from helpers.small import LEAST, opening, plain, prompt
 from rekindle._src.programs.compiling import ProgramCompiler
 
@@ -36,6 +37,7 @@ async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
 ) -> None:
     async with opening(processors=[LEAST], max_requests=2) as first:
         await first.generate(prompt(0, 5), max_tokens=2)
+        make_scoring_programs(engine_of(first).runner.programs)
     plain(prompt(0, 9))
 
     def build(self: ProgramCompiler, key: object) -> None:

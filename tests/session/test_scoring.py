@@ -18,10 +18,11 @@ from safetensors.numpy import load_file
 import rekindle
 from helpers import checkpoints
 from helpers.driving import plain_logits
-from helpers.sessions import wait_until_idle
+from helpers.sessions import engine_of, wait_until_idle
 from helpers.small import CONTEXT, MODEL, PAGE, TINY, opening, plain, prompt
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Score, Scores, ScoreTable, Session
+from rekindle._src.programs.buckets import ProgramVariant, with_variants
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong
 from workshop import reference
 
@@ -61,6 +62,35 @@ def check(score: Score, before: list[int], choice: list[int]) -> None:
     assert score.greedy == (expected.argmax(axis=-1).tolist() == choice)
     assert score.logprob == pytest.approx(sum(score.logprobs))
     assert score.per_token == pytest.approx(np.mean(score.logprobs))
+
+
+def scoring(session: Session) -> dict[str, int]:
+    """The steps of programs that score prompts."""
+    return {name: steps for name, steps in session.programs().steps.items() if "+prompt-logprobs" in name}
+
+
+@anyio_test
+async def test_only_steps_with_prompts_to_score_run_in_programs_that_score(session: Session) -> None:
+    await session.generate(QUESTION, max_tokens=3, logprobs=20, temperature=1.0)
+    assert not any(scoring(session).values())
+    first = await session.score(QUESTION, choices())
+    assert any(scoring(session).values())
+    compiled, steps = session.stats().compilations, sum(scoring(session).values())
+    again = await session.score(QUESTION, choices())
+    assert session.stats().compilations == compiled, "the first scores made what later ones need"
+    assert [one.logprobs for one in again] == [one.logprobs for one in first]
+    assert sum(scoring(session).values()) > steps
+    await session.generate(QUESTION[1:], max_tokens=3)
+    assert session.stats().compilations == compiled
+
+
+def test_programs_of_other_steps_have_no_operation_for_prompts_scores(texts: Session) -> None:
+    programs = engine_of(texts).runner.programs
+    plain_step = next(bucket for bucket in programs.lattice.ahead if bucket.tokens)
+    (scored,) = with_variants((plain_step,), ProgramVariant.PROMPT_LOGPROBS)
+    lowered = {key: programs.compiler.build(key).as_text() for key in (plain_step, scored)}
+    sorts = {key: text.count("stablehlo.sort") for key, text in lowered.items()}
+    assert sorts == {plain_step: 0, scored: 1}, "positions that are scored are sorted"
 
 
 @anyio_test

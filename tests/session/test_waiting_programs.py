@@ -97,6 +97,7 @@ async def test_the_neighbour_goes_on(precompile: str, compiler: Compiler) -> Non
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "prompt scores": {"prompt_logprobs": 1},
     "guide": {"allowed_token_ids": list(range(3, 40))},
     "captures": {"capture": {"residual": [0]}},
     "inner captures": {"capture": {"mlp": [0]}},
@@ -109,7 +110,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize("name", by_default(VARIANTS, 0))
+@pytest.mark.parametrize("name", by_default(VARIANTS))
 async def test_so_it_does_beside_every_variant(name: str, compiler: Compiler, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if name == "adapter":

@@ -43,6 +43,7 @@ class ProgramVariant(enum.IntFlag):
     INNER_CAPTURES = enum.auto()  # these, and results from inside layers
     TAPS = enum.auto()  # the user's taps
     PICTURES = enum.auto()  # rows of pictures in the place of embeddings
+    PROMPT_LOGPROBS = enum.auto()  # log-probabilities of prompts' own tokens
     DRAFTS = enum.auto()  # drafts where layers have states, and the model's own head
     SAMPLERS = enum.auto()  # samplers beyond those of every program
 
@@ -65,7 +66,7 @@ class StepSpan(enum.StrEnum):
 PLAIN_VARIANT = ProgramVariant(0)
 # Of two programs of a step, the second has these variants and the first one all others.
 _OF_CHOICE = ProgramVariant.PROCESSORS | ProgramVariant.DISTRIBUTION | ProgramVariant.SAMPLERS
-_OF_PROMPTS = ProgramVariant.POOLING  # steps without a prompt need none of these
+_OF_PROMPTS = ProgramVariant.POOLING | ProgramVariant.PROMPT_LOGPROBS  # steps without a prompt need neither
 
 
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
@@ -175,10 +176,12 @@ def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
 @functools.cache
 def with_variants(buckets: tuple[Bucket, ...], more: ProgramVariant) -> tuple[Bucket, ...]:
     """Return the buckets with these variants in addition, where steps of their sizes can need them."""
+    union = {variants: variants | more for variants in {bucket.variants for bucket in buckets}}
+    every = not more & _OF_PROMPTS
     return tuple(
-        dataclasses.replace(bucket, variants=bucket.variants | more)
+        Bucket(bucket.rows, bucket.tokens, union[bucket.variants], bucket.span)
         for bucket in buckets
-        if bucket.tokens or not more & _OF_PROMPTS
+        if every or bucket.tokens
     )
 
 

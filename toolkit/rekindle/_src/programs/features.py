@@ -210,10 +210,11 @@ class Features:
         key = flags & self._read_bits, variants
         reading = self._read_by.get(key)
         if reading is None:
+            compiled = self.compiled(variants)
             reading = self._read_by[key] = tuple(
                 feature
                 for feature in self._reading
-                if feature.row.bits & flags or (feature.part.variant and feature.part.variant in variants)
+                if feature in compiled and (feature.row.bits & flags or feature.part.variant)
             )
         return reading
 

@@ -433,7 +433,8 @@ class LayeredPrograms:
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
-        changes = any(feature.part.variant and feature.part.changing for feature in self._recipes.layout(key).compiled)
+        compiled = [feature for feature in self._recipes.layout(key).compiled if feature.part.variant]
+        changes = any(feature.part.changing or feature.row.bits for feature in compiled)
         yield self._closing(key, greedy=not changes and not key.span)
 
     def _opening(self, key: Bucket) -> ProgramPart:

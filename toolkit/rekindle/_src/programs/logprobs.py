@@ -5,7 +5,8 @@ Axes: N rows or positions, V vocabulary, T prefill tokens.
 `Logprobs` and `PromptLogprobs` are of the model's own distribution, which is vLLM's default mode: log-softmax of the
 raw logits, before any option changes them. `Distribution` is for requests that want more than these can carry: many
 alternatives, tokens that were named, or the distribution after all options, which a token was drawn from. Programs with
-it are compiled when a step first needs one.
+it, and those that score prompts, are compiled when a step first needs one: a prompt's scores are a quarter of the
+operations of a small model's prompt.
 """
 
 from __future__ import annotations
@@ -164,6 +165,9 @@ class PromptLogprobsOption(RowOption[Array]):
     def flags(self, request: Request) -> int:
         return 0 if request.sampling.prompt_logprobs is None else self.bits
 
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
+
     def write_tokens(self, row: Row, out: IntArray) -> None:
         skipped, targets = _targets(row)
         out[skipped : skipped + len(targets)] = targets
@@ -173,11 +177,11 @@ class PromptLogprobsOption(RowOption[Array]):
         return tokens
 
     def read(self, read: FeatureRead, reports: RowReports) -> None:
-        assert isinstance(read.output, np.ndarray), "all programs score prompts"
         first = 0
         for index, row in enumerate(read.plan.prefill, start=len(read.plan.decode)):
             count = row.request.sampling.prompt_logprobs
             if count is not None:
+                assert isinstance(read.output, np.ndarray), "the step's program scores prompts"
                 skipped, targets = _targets(row)
                 scores = zip(read.output[first + skipped :], targets.tolist(), strict=False)
                 PROMPT_LOGPROBS.put(reports[index], *[unpack_logprobs(line, token, count) for line, token in scores])
@@ -185,9 +189,9 @@ class PromptLogprobsOption(RowOption[Array]):
 
 
 class PromptLogprobs(StepPart[Array, tuple[()]]):
-    """An array of a line for each prefill token."""
+    """An array of a line for each prefill token, in programs of its variant."""
 
-    has_output = True
+    variant, has_output = ProgramVariant.PROMPT_LOGPROBS, True
 
     def __init__(self, *, deterministic: bool) -> None:
         self._deterministic = deterministic
