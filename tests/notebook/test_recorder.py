@@ -75,6 +75,7 @@ def test_steps_that_sample_nothing_count_their_time() -> None:
     assert made.recorder.rate() == pytest.approx(50, rel=0.02)
 
 
+@pytest.mark.clock
 def test_the_dashboard_agrees_with_the_completion() -> None:
     with opened(step_seconds=0.001) as session:
         view = session.watch()
