@@ -70,6 +70,13 @@ async def test_paths_that_clients_make_up_are_one_label(session: Session) -> Non
     assert "made-up" not in text
 
 
+@pytest.mark.parametrize("version", ["x", "1e400", "9" * 5_000, "\u00b2", ""])
+async def test_a_version_that_is_none_gets_the_plain_text(app: Any, version: str) -> None:
+    for kind in ("application/openmetrics-text", "text/plain"):
+        answer = await get(app, "/metrics", headers={"accept": f"{kind}; version={version}"})
+        assert answer.status == 200 and b"process_resident_memory_bytes" in answer.body
+
+
 async def test_asking_does_not_hold_up_a_stream(slow: Session) -> None:
     """A session's statistics wait for the turn of its loop; the server's loop goes on meanwhile."""
     import anyio

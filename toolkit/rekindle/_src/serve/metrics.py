@@ -197,7 +197,10 @@ class Metrics:
             self._registry = CollectorRegistry(auto_describe=False)
             ProcessCollector(registry=self._registry)
             self._registry.register(self)  # type: ignore[arg-type]
-        encode, kind = choose_encoder(accept)
+        try:
+            encode, kind = choose_encoder(accept)
+        except Exception:  # the library reads versions that are none with errors of any kind
+            encode, kind = choose_encoder("")
         return encode(self._registry), kind
 
     def collect(self) -> Iterator[Any]:
