@@ -209,3 +209,18 @@ async def test_items_of_responses(app: Any) -> None:
     final = events[-1]["response"]
     strip = [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in final["output"]]
     assert strip == [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in done["output"]]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "\\ud800"}', '{"\\udc00": 1}'])
+async def test_half_a_character_in_the_arguments_of_a_call_is_the_clients_error(app: Any, arguments: str) -> None:
+    """The body's text is whole: the escape is in a text within it, and templates write what it stands for."""
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turn = {"role": "assistant", "content": "Look.", "tool_calls": [call]}
+    items = [{"type": "function_call", "call_id": "1", "name": "weather", "arguments": arguments}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [*QUESTION, turn, *QUESTION], "tools": TOOLS}),
+        ("/tokenize", {"messages": [*QUESTION, turn]}),
+        ("/v1/responses", {"input": [*items, {"type": "function_call_output", "call_id": "1", "output": "sunny"}]}),
+    ):
+        answer = await post(app, path, body)
+        assert answer.status == 400 and "half a surrogate pair" in answer.error["message"], (path, answer.body)

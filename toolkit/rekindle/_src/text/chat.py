@@ -18,6 +18,7 @@ import numpy as np
 
 from rekindle._src.core import words
 from rekindle._src.core.names import nearest, printable
+from rekindle._src.core.options import check_unicode
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.models.loading.stores.model_store import children
@@ -207,6 +208,7 @@ class ChatTemplate:
 
         def rendered() -> str:
             filled = self._run(name, code, scope)
+            check_unicode("messages", filled, InvalidRequest)  # arguments of calls are JSON, which has escapes for it
             return _cut(filled) if continue_final_message else filled
 
         return rendered
