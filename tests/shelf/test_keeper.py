@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import anyio
@@ -132,6 +133,36 @@ async def test_models_are_loaded_at_first_use_and_sleep_for_each_other(fakes: Fa
     await fakes.keeper.unload("c")
     assert fakes.state("a") is ModelState.UNLOADED and fakes["a"].log[-1] == "close"
     assert len(fakes["a"].threads | fakes["b"].threads) == 1, "one thread makes all changes"
+
+
+async def test_a_client_that_unloads_a_model_in_use_keeps_nobody_out(fakes: Fakes) -> None:
+    """One client's long text and its wish to unload the model would make all others wait for the end of the text."""
+    row = fakes.keeper.entries["a"].row
+    async with anyio.create_task_group() as group:
+        async with fakes.use("a"):
+            group.start_soon(partial(fakes.keeper.unload, "a", stay=True))
+            while row.leaves_at is None:
+                await anyio.lowlevel.checkpoint()
+            other = fakes.keeper.lease_now("a")
+            assert other is not None, "it is loaded"
+        assert fakes.state("a") is ModelState.LOADED
+        other.release()
+    assert fakes["a"].log == ["open", "close"] and row.leaves_at is None
+    # The owner's wish counts at once; withdrawn, the door opens again, also if a client still waits.
+    async with fakes.use("a"), anyio.create_task_group() as group:
+        group.start_soon(partial(fakes.keeper.unload, "a", stay=True))
+        with anyio.CancelScope() as owner:
+            async with anyio.create_task_group() as waiting:
+                waiting.start_soon(fakes.keeper.unload, "a")
+                while not row.shut:
+                    await anyio.lowlevel.checkpoint()
+                assert fakes.keeper.lease_now("a") is None
+                owner.cancel()
+        another = fakes.keeper.lease_now("a")
+        assert another is not None and row.leaves_at is not None
+        another.release()
+        group.cancel_scope.cancel()
+    assert not row.shut and row.leaves_at is None
 
 
 async def test_many_wait_for_one_loading_and_one_that_leaves_takes_nothing_with_it(fakes: Fakes) -> None:

@@ -93,7 +93,9 @@ def test_idle_models_are_unloaded_awake_or_asleep() -> None:
 
 def test_one_that_is_to_leave_does_so_when_its_requests_have_ended() -> None:
     rows = [row("a", busy=True, leaves_at=1.0), row("b", SLEEPING, leaves_at=9.0)]
-    assert next_step(rows, ShelfLimits(), 2.0) == (None, "", 9.0) and not admits(rows[0], rows, ShelfLimits(), 2.0)
+    assert next_step(rows, ShelfLimits(), 2.0) == (None, "", 9.0) and admits(rows[0], rows, ShelfLimits(), 2.0)
+    rows[0].shut = True
+    assert not admits(rows[0], rows, ShelfLimits(), 2.0)
     rows[0].busy = False
     assert next_step(rows, ShelfLimits(), 2.0)[:2] == (Transition.UNLOAD, "a")
     assert next_step([rows[1]], ShelfLimits(), 9.0)[:2] == (Transition.UNLOAD, "b")

@@ -106,7 +106,7 @@ class KeptModel:
         self.wanted_since: float | None = None  # by requests in its session, which sleeps
         self.failure: BaseException | None = None  # of the last loading
         self.failed_until: float = 0.0
-        self.gone: list[OneShot[None]] = []  # filled when it is unloaded
+        self.gone: dict[OneShot[None], bool] = {}  # filled when it is unloaded; True shuts it for new requests
         self.waits: Waits = Waits()
         self._admitted = 0
 
@@ -298,7 +298,10 @@ class Keeper:
     # For the owner of the shelf.
 
     async def unload(self, name: str, *, stay: bool = False) -> None:
-        """Unload a model once no request uses it; with `stay`, not before it has stayed as long as it has to."""
+        """Unload a model once no request uses it, and let new ones wait.
+
+        With `stay`, for clients: it stays as long as it has to, and takes new requests until then.
+        """
         entry = self.entries[name]
         with self._lock:
             self.check()
@@ -308,15 +311,17 @@ class Keeper:
             at = max(now, entry.row.stays_until) if stay else now
             entry.row.leaves_at = min(at, now if entry.row.leaves_at is None else entry.row.leaves_at)
             gone: OneShot[None] = OneShot()
-            entry.gone.append(gone)
+            entry.gone[gone] = not stay
+            entry.row.shut = any(entry.gone.values())
         self._look()
         try:
             await gone.get()
         except BaseException:  # cancelled: a model in use takes requests again
             with self._lock:
                 if gone in entry.gone:
-                    entry.gone.remove(gone)
+                    del entry.gone[gone]
                     entry.row.leaves_at = entry.row.leaves_at if entry.gone else None
+                    entry.row.shut = any(entry.gone.values())
             self._look()
             raise
 
@@ -395,7 +400,7 @@ class Keeper:
                     self._fail_line(entry, error)
         finally:
             for entry in self.entries.values():
-                for gone in entry.gone:
+                for gone in tuple(entry.gone):
                     gone.put(None)
             self.ended.put(None)
 
@@ -545,7 +550,8 @@ class Keeper:
             log.warning("closing %r failed: %s", entry.row.name, error)
         with self._lock:
             entry.row.state, entry.row.leaves_at, entry.wanted_since = ModelState.UNLOADED, None, None
+            entry.row.shut = False
             entry.leases.clear()  # of a session that had ended
-            gone, entry.gone = entry.gone, []
+            gone, entry.gone = entry.gone, {}
         for one in gone:
             one.put(None)

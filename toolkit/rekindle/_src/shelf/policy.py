@@ -50,6 +50,7 @@ class ModelRow:
     used_at: float = 0.0  # when a request last used it
     seconds: float = 0.0  # that the last loading or waking took
     leaves_at: float | None = None  # when it is to be unloaded, once no request uses it
+    shut: bool = False  # until then it takes no new requests
 
     @property
     def stays_until(self) -> float:
@@ -102,7 +103,7 @@ def next_step(rows: Collection[ModelRow], limits: ShelfLimits, now: float) -> Ne
 
 def admits(row: ModelRow, rows: Collection[ModelRow], limits: ShelfLimits, now: float) -> bool:
     """True if a new request may use a model at once: it is loaded, and no other model's turn has come."""
-    if row.state is not ModelState.LOADED or row.ended or row.leaves_at is not None:
+    if row.state is not ModelState.LOADED or row.ended or row.shut:
         return False
     if now < row.turn_ends:
         return True
