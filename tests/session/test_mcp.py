@@ -12,7 +12,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -28,6 +29,7 @@ from rekindle import ToolServerOffer, ToolServerTools
 from rekindle.errors import InvalidRequest, ToolServerError
 
 pytest.importorskip("mcp.server.mcpserver", reason="the extra `mcp`, version 2")
+from mcp.client import streamable_http
 from mcp.server import MCPServer
 from mcp.server.mcpserver import Context
 from mcp.types import ImageContent, TextContent
@@ -543,6 +545,133 @@ def answering(headers: dict[str, str], body: bytes, count: int) -> Iterator[str]
 async def test_bodies_are_bounded(headers: dict[str, str], body: bytes, count: int, words: str) -> None:
     with answering(headers, body, count) as url, pytest.raises(ToolServerError, match=words):
         await rekindle.mcp_tools(url, consent=yes)
+
+
+class ParsedMessages:
+    """The messages that the protocol's library parses, which holds the interpreter's lock throughout."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.commas: list[int] = []
+        self._adapter = transports.jsonrpc_message_adapter
+        for module in (transports, streamable_http):
+            monkeypatch.setattr(module, "jsonrpc_message_adapter", self)
+
+    def validate_json(self, data: bytes | str, **options: Any) -> Any:
+        self.commas.append(data.count("," if isinstance(data, str) else b","))
+        return self._adapter.validate_json(data, **options)
+
+
+LISTS = b"[" + b"[]," * 200_000 + b"[]]"
+
+
+@anyio_test
+@pytest.mark.parametrize("id_first", [True, False])
+async def test_a_programs_line_of_too_many_values_is_not_parsed(
+    monkeypatch: pytest.MonkeyPatch, id_first: bool
+) -> None:
+    lists = "'[' + '[],' * 200_000 + '[]]'"
+    answers = (
+        "def answer(number):\n"
+        f'  sys.stdout.write(\'{{"jsonrpc":"2.0","method":"x","params":{{"a":\' + {lists} + \'}}}}\\n\')\n'
+        + (
+            f'  sys.stdout.write(\'{{"jsonrpc":"2.0","id":%d,"result":\' % number + {lists} + \'}}\\n\')'
+            if id_first
+            else f'  sys.stdout.write(\'{{"result":\' + {lists} + \',"jsonrpc":"2.0","id":%d}}\\n\' % number)'
+        )
+        + "\n  sys.stdout.flush()"
+    )
+    parsed = ParsedMessages(monkeypatch)
+    async with rekindle.mcp_tools(program(answers), name="bad", consent=yes, timeout=600) as opened:
+        for _ in range(2):  # it costs that call alone
+            with pytest.raises(ToolServerError, match="more than 32,768 JSON values"):
+                await opened[0]()
+    assert max(parsed.commas) < limits.MOST_MARKS
+
+
+@anyio_test
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        ("application/json", b'{"jsonrpc":"2.0","id":1,"result":' + LISTS + b"}"),
+        ("application/json", b'{"jsonrpc":"1","result":' + LISTS + b"}"),
+        ("text/event-stream", b'data: {"jsonrpc":"2.0","id":1,"result":' + LISTS + b"}\n\n"),
+        ("text/event-stream", b': "\ndata: {"jsonrpc":"2.0","id":1,"result":' + LISTS + b"}\n\n"),
+        ("text/event-stream; charset=utf-7", b"data: +AFs-\n\n"),
+    ],
+    ids=["json", "no-id", "event", "quote", "utf-7"],
+)
+async def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.MonkeyPatch, kind: str, body: bytes) -> None:
+    parsed = ParsedMessages(monkeypatch)
+    with answering({"content-type": kind}, body, 1) as url, pytest.raises(ToolServerError):
+        await rekindle.mcp_tools(url, consent=yes)
+    assert max(parsed.commas, default=0) < limits.MOST_MARKS
+
+
+@anyio_test
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+@pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
+async def test_values_of_an_event_are_counted_over_its_lines(end: bytes, size: int) -> None:
+    async def chunks(lines: list[bytes]) -> AsyncIterator[bytes]:
+        data = end.join(lines)
+        for at in range(0, len(data), size):
+            yield data[at : at + size]
+
+    line = b"data: " + b"[]," * (limits.MOST_MARKS // 300)  # two marks each
+    one = [line] * 100 + [b""]
+    passed = [part async for part in transports.BoundedEvents(chunks([*one, b"", *one, b""]))]
+    assert b"".join(passed) == end.join([*one, b"", *one, b""])
+    with pytest.raises(transports.httpx2.SSEError, match="more than 32,768 JSON values"):
+        async for _ in transports.BoundedEvents(chunks([*one[:-1], *one, b""])):
+            pass
+
+
+def ping(number: int) -> Any:
+    return transports.SessionMessage(transports.JSONRPCRequest(jsonrpc="2.0", id=number, method="ping"))
+
+
+@anyio_test
+async def test_questions_without_an_answer_are_bounded() -> None:
+    """The library has a task for each, which waits until the server reads its answer."""
+    to_client, received = anyio.create_memory_object_stream[Any](100)
+    sent, to_server = anyio.create_memory_object_stream[Any](100)
+    answers = transports.AnswersDue(sent)
+    checks = transports.MessageChecks(received, answers)
+    result = transports.SessionMessage(transports.JSONRPCResponse(jsonrpc="2.0", id=1, result={}))
+    async with to_client, received, sent, to_server:
+        for number in range(50):
+            await to_client.send(ping(number))
+        await to_client.send(result)
+        numbers = [(await checks.receive()).message.id for _ in range(limits.MOST_ASKED)]
+        assert numbers == list(range(limits.MOST_ASKED)) and await checks.receive() is result
+        await answers.send(result)
+        await to_client.send(ping(77))
+        await to_client.send(ping(78))
+        await to_client.send(result)
+        assert (await checks.receive()).message.id == 77 and await checks.receive() is result
+
+
+@anyio_test
+async def test_a_server_that_sends_more_than_calls_need_is_slowed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    clock = SimpleNamespace(current_time=lambda: 1_000.0, sleep=sleep)
+    monkeypatch.setattr(transports, "anyio", clock)
+    pace = transports.MessagePace()
+    for _ in range(transports.BURST):
+        await pace.wait()
+    assert not pauses
+    for number in range(1, 4):
+        await pace.wait()
+        assert pauses[-1] == number / transports.RATE
+    connections, first = transports.Reconnections(), transports.httpx2.Request("GET", "http://h/")
+    await connections.wait(first)
+    assert len(pauses) == 3
+    first.headers["last-event-id"] = "1"
+    await connections.wait(first)
+    assert pauses[3:] == [transports.RECONNECTION_SECONDS]
 
 
 @pytest.mark.anyio

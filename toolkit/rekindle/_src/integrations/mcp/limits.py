@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from rekindle._src.core.json_values import count_values
 from rekindle._src.core.names import printable
 
 MOST_MESSAGE = 4 << 20  # bytes of a message
 MOST_VALUES = 32_768  # JSON values of a message: the protocol's library has a list of errors for each wrong one
 MOST_DEEP = 64  # levels of a message
+MOST_MARKS = 2 * MOST_VALUES + 1_024  # commas, colons and opening brackets; a named value has two
+MOST_ASKED = 16  # requests of a server without an answer yet; the protocol's library has a task for each
 MOST_LISTED = 1_024  # tools that a server may list, on all pages
 MOST_PAGES = 64  # of the list of tools
 MOST_TOOLS = 128  # that a chat gets from a server
@@ -20,12 +24,30 @@ MOST_SERVER_NAME = 32
 MOST_RESULT = 65_536  # characters of a result; the rest is left out, and the result says so
 MOST_BLOCKS = 256  # texts, pictures and others of a result
 MOST_SAID = 400  # characters of a server's own words in an error
+TOO_MANY_VALUES = f"sent a message of more than {MOST_VALUES:,} JSON values"
 LAST_WORDS = 2_048  # bytes of a program's standard error that are kept
 
 
 def said(text: object) -> str:
     """Return a server's words for an error message, on one line."""
     return printable(" ".join(str(text)[: 4 * MOST_SAID].split()), MOST_SAID)
+
+
+def unparsed_problem(data: bytes | bytearray) -> str | None:
+    """Return why a message is not even parsed: the library holds the interpreter's lock until it is done."""
+    few = count_values(data, MOST_MARKS, MOST_MARKS).values <= MOST_MARKS
+    return None if few else TOO_MANY_VALUES
+
+
+def id_of(data: bytes | bytearray) -> int | None:
+    """Return the id at the beginning or the end of a message that is not parsed; None if there is none."""
+    match = _FIRST_ID.match(data[:_ID_BYTES]) or _LAST_ID.search(data[-_ID_BYTES:])
+    return None if match is None else int(match[1])
+
+
+_ID_BYTES = 128
+_FIRST_ID = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d{1,18})\s*,')
+_LAST_ID = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z')
 
 
 def problem_of(value: object) -> str | None:
@@ -40,7 +62,7 @@ def problem_of(value: object) -> str | None:
                 below += one
         values += len(below)
         if values > MOST_VALUES:
-            return f"sent a message of more than {MOST_VALUES:,} JSON values"
+            return TOO_MANY_VALUES
         if not below:
             return None
         level = below

@@ -22,8 +22,19 @@ import anyio
 import anyio.abc
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from rekindle._src.core.json_values import count_values
 from rekindle._src.core.names import printable
-from rekindle._src.integrations.mcp.limits import LAST_WORDS, MOST_MESSAGE, problem_of, said
+from rekindle._src.integrations.mcp.limits import (
+    LAST_WORDS,
+    MOST_ASKED,
+    MOST_MARKS,
+    MOST_MESSAGE,
+    TOO_MANY_VALUES,
+    id_of,
+    problem_of,
+    said,
+    unparsed_problem,
+)
 from rekindle.errors import InvalidRequest, MissingExtra
 
 try:
@@ -33,7 +44,7 @@ try:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.server import MCPServer, Server
     from mcp.shared.message import SessionMessage
-    from mcp.types import ErrorData, JSONRPCError, JSONRPCResponse
+    from mcp.types import ErrorData, JSONRPCError, JSONRPCRequest, JSONRPCResponse
     from mcp.types.jsonrpc import jsonrpc_message_adapter
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
@@ -43,8 +54,26 @@ log = logging.getLogger("rekindle.tools")
 GRACE = 2.0  # seconds in which a program may end by itself, and then after SIGTERM
 FIX = 'Pass a URL, ["program", "argument", …], {"command": …, "args": …}, or an MCPServer'
 _OF_PROGRAM, _OF_URL = {"command", "args", "env", "cwd"}, {"url", "headers"}
+BURST, RATE = 1_024, 500.0  # messages besides answers that are read at once, and then a second
+LINES_OF_EVENT = 4
+RECONNECTION_SECONDS = 0.25  # between two of a connection's streams of events that were cut
 TOO_LARGE = 4_130  # the code of an answer that is not passed on
 Messages = Any  # a stream of the protocol's library
+
+
+class MessagePace:
+    """Slows down a server that sends more than calls need: reading it would take the time of other work."""
+
+    def __init__(self) -> None:
+        self._left, self._since = float(BURST), 0.0
+
+    async def wait(self, messages: float = 1.0) -> None:
+        """Count messages, and wait if there are more than may be read now."""
+        now = anyio.current_time()
+        self._left = min(BURST, self._left + RATE * (now - self._since)) - messages
+        self._since = now
+        if self._left < 0.0:
+            await anyio.sleep(-self._left / RATE)
 
 
 class ServerTarget(NamedTuple):
@@ -175,7 +204,7 @@ class Program:
 
     async def _read(self, process: anyio.abc.Process, to_client: Messages, silent: anyio.Event) -> None:
         assert process.stdout is not None, "it is a pipe"
-        lines = BufferedByteReceiveStream(process.stdout)
+        lines, pace = BufferedByteReceiveStream(process.stdout), MessagePace()
         async with to_client:
             with contextlib.suppress(*_ENDS):
                 while True:
@@ -184,10 +213,16 @@ class Program:
                     except anyio.DelimiterNotFound:
                         self._problem = f"sent a line of more than {MOST_MESSAGE / 2**20:.0f} MiB"
                         break
+                    if (problem := unparsed_problem(line)) is not None:
+                        if (number := id_of(line)) is not None:
+                            await to_client.send(_refusal(number, problem))
+                        await pace.wait()
+                        continue
                     try:
                         message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
                     except ValueError:
                         log.debug("a tool server wrote a line that is no message: %s", said(line[:MOST_MESSAGE]))
+                        await pace.wait()
                         continue
                     await to_client.send(message)
             with anyio.move_on_after(GRACE):  # the reason may still be on its way
@@ -248,11 +283,24 @@ async def _over_http(url: str, headers: Mapping[str, str], timeout: float) -> As
     async with httpx2.AsyncClient(
         headers={**headers, "accept-encoding": "identity"},  # what is packed has no bound
         timeout=httpx2.Timeout(timeout, read=max(timeout, 300.0)),  # an answer may take its time
-        event_hooks={"response": [_bound_body]},
+        event_hooks={"request": [Reconnections().wait], "response": [_bound_body]},
     ) as client:
         opened = streamable_http_client(url, http_client=client, max_sse_event_size=MOST_MESSAGE)
         async with _checked(opened) as streams:
             yield streams
+
+
+class Reconnections:
+    """Keeps a server that closes each stream of events at once from having the library connect without a pause."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    async def wait(self, request: httpx2.Request) -> None:
+        if "last-event-id" in request.headers:
+            now = anyio.current_time()
+            self._next = max(now, self._next) + RECONNECTION_SECONDS
+            await anyio.sleep(self._next - now)
 
 
 async def _bound_body(response: httpx2.Response) -> None:
@@ -260,39 +308,117 @@ async def _bound_body(response: httpx2.Response) -> None:
         raise httpx2.StreamError("sent a body that is packed")
     if not response.headers.get("content-type", "").lower().startswith("text/event-stream"):
         response.stream = _BoundedBody(response.stream)
+        return
+    if (response.charset_encoding or "utf-8").lower() not in ("utf-8", "utf8"):
+        raise httpx2.StreamError("sent events in another encoding than UTF-8")
+    response.stream = BoundedEvents(response.stream)
 
 
 class _BoundedBody(httpx2.AsyncByteStream):
-    """A body that ends with an error after `MOST_MESSAGE` bytes."""
+    """A body that ends with an error after `MOST_MESSAGE` bytes, or if it has too many values to be parsed."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = 0
+        body = bytearray()
         async for chunk in self._stream:
-            size += len(chunk)
-            if size > MOST_MESSAGE:
+            body += chunk
+            if len(body) > MOST_MESSAGE:
                 raise httpx2.StreamError(f"sent a body of more than {MOST_MESSAGE / 2**20:.0f} MiB")
-            yield chunk
+        if (problem := unparsed_problem(body)) is not None:
+            if (number := id_of(body)) is None:
+                raise httpx2.StreamError(problem)
+            body = bytearray(_refusal(number, problem).message.model_dump_json(by_alias=True).encode())
+        yield bytes(body)
 
     async def aclose(self) -> None:
         """Close the body beneath."""
         await self._stream.aclose()
 
 
+class BoundedEvents(httpx2.AsyncByteStream):
+    """A stream of events that ends with an error at one with too many values to be parsed.
+
+    A string of JSON ends on its line, so that each line is counted by itself.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        held, values, pace = bytearray(), 0, MessagePace()
+        async for chunk in self._stream:
+            before = max(0, len(held) - 1)
+            held += chunk
+            # a "\r" at the end may be the first half of a line's end
+            end = max(held.rfind(b"\n", before), held.rfind(b"\r", before, len(held) - 1)) + 1
+            if end:
+                lines = bytes(held[:end])
+                del held[:end]
+                values = _checked_lines(lines, values)
+                await pace.wait((lines.count(b"\n") + lines.count(b"\r")) / LINES_OF_EVENT)
+                yield lines
+            if len(held) > MOST_MESSAGE:
+                raise httpx2.SSEError(f"sent a line of more than {MOST_MESSAGE / 2**20:.0f} MiB")
+        _checked_lines(bytes(held), values)
+        yield bytes(held)
+
+    async def aclose(self) -> None:
+        """Close the body beneath."""
+        await self._stream.aclose()
+
+
+def _checked_lines(data: bytes, values: int) -> int:
+    """Return the values of the event that the last of some lines belongs to; its lines before have `values`."""
+    for line in data.replace(b"\r\n", b"\n").replace(b"\r", b"\n").removesuffix(b"\n").split(b"\n"):
+        values = values + count_values(line, MOST_MARKS, MOST_MARKS).values if line else 0
+        if values > MOST_MARKS:
+            raise httpx2.SSEError(TOO_MANY_VALUES)
+    return values
+
+
+def _refusal(number: int, problem: str) -> SessionMessage:
+    """Return the answer in place of one that is not passed on."""
+    return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=ErrorData(code=TOO_LARGE, message=problem)))
+
+
 @asynccontextmanager
 async def _checked(opened: AbstractAsyncContextManager[Any]) -> AsyncIterator[tuple[Messages, Messages]]:
     """Check the messages of a transport before the library reads them."""
     async with opened as (received, sent):
-        yield _MessageChecks(received), sent
+        answers = AnswersDue(sent)
+        yield MessageChecks(received, answers), answers
 
 
-class _MessageChecks:
-    """A stream of messages that replaces answers with too many values by an error."""
+class AnswersDue:
+    """The stream to a server, which counts its requests that have no answer yet."""
 
     def __init__(self, stream: Messages) -> None:
-        self._stream = stream
+        self._stream, self.due = stream, 0
+
+    async def send(self, message: Any) -> None:
+        """Send a message."""
+        await self._stream.send(message)
+        if isinstance(getattr(message, "message", None), JSONRPCResponse | JSONRPCError):
+            self.due -= 1
+
+    async def aclose(self) -> None:
+        """Close the stream beneath."""
+        await self._stream.aclose()
+
+    async def __aenter__(self) -> AnswersDue:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self.aclose()
+
+
+class MessageChecks:
+    """A stream of messages that replaces answers with too many values by an error."""
+
+    def __init__(self, stream: Messages, answers: AnswersDue) -> None:
+        self._stream, self._answers, self._pace = stream, answers, MessagePace()
 
     @property
     def last_context(self) -> Any:
@@ -304,21 +430,26 @@ class _MessageChecks:
         while True:
             message = await self._stream.receive()
             body = getattr(message, "message", None)
+            if not isinstance(body, JSONRPCResponse | JSONRPCError):
+                await self._pace.wait()
             content = {name: getattr(body, name, None) for name in ("result", "params", "error") if hasattr(body, name)}
             if isinstance(body, JSONRPCError):
                 content = {"error": body.error.data}
-            if (problem := problem_of(content)) is None:
+            problem, asks = problem_of(content), isinstance(body, JSONRPCRequest)
+            if problem is None and asks and self._answers.due >= MOST_ASKED:
+                problem = f"asks more than {MOST_ASKED} questions at a time"
+            if problem is None:
+                self._answers.due += asks
                 return message
             if isinstance(body, JSONRPCResponse | JSONRPCError):
-                error = ErrorData(code=TOO_LARGE, message=problem)
-                return SessionMessage(JSONRPCError(jsonrpc="2.0", id=body.id, error=error))
+                return _refusal(body.id, problem)
             log.debug("a tool server %s", problem)  # a notification, or a request that no tool needs
 
     async def aclose(self) -> None:
         """Close the stream beneath."""
         await self._stream.aclose()
 
-    def __aiter__(self) -> _MessageChecks:
+    def __aiter__(self) -> MessageChecks:
         return self
 
     async def __anext__(self) -> Any:
@@ -327,7 +458,7 @@ class _MessageChecks:
         except anyio.EndOfStream:
             raise StopAsyncIteration from None
 
-    async def __aenter__(self) -> _MessageChecks:
+    async def __aenter__(self) -> MessageChecks:
         return self
 
     async def __aexit__(self, *details: object) -> None:
