@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers.bounds import Within
 from helpers.faults import full_disk
 from helpers.stored_pages import IDENTITY, Pair, chain, same
 from rekindle._src.core.atomic_checkpoint import DAMAGED, ITEM
@@ -82,7 +84,49 @@ def test_a_prefix_of_another_length_is_an_error(tmp_path: Path, cut: int) -> Non
         prefix_file.read(path, STRICT)
 
 
+def sparse(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    os.truncate(path, 1 << 40)
+
+
+TOO_MUCH = {
+    "a FIFO": (os.mkfifo, "not a regular file"),
+    "nothing": (lambda path: sparse(path, b""), "not an exported prefix"),
+    "a long index": (
+        lambda path: sparse(path, prefix_file._MAGIC + (1 << 39).to_bytes(8, "little")), "an index has 549,755,813,888"
+    ),
+    "more than the session keeps": (lambda path: sparse(path, prefix_file._MAGIC), "hold 1,000,000 at most"),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="has no FIFOs")
+@pytest.mark.parametrize(("make", "reason"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_a_file_that_is_no_prefix_costs_neither_time_nor_memory(
+    tmp_path: Path, make: Any, reason: str, within: Within
+) -> None:
+    """It would be read in the thread that saves, which waited for the FIFO for ever."""
+    make(tmp_path / "prefix")
+    most = 1_000_000 if "hold" in reason else None
+    with within(20), pytest.raises(StoreError, match=reason):
+        prefix_file.read(tmp_path / "prefix", STRICT, most=most)
+
+
+def test_no_payload_is_read_before_its_index_is_verified(tmp_path: Path) -> None:
+    path = tmp_path / "prefix"
+    prefix_file.write(path, IDENTITY, FORGED["other tokens"][0](chain(0, 3)))
+    size = path.stat().st_size
+    os.truncate(path, size - 1)
+    with pytest.raises(StoreError, match="digest"):
+        prefix_file.read(path, STRICT)
+
+
 HEADERS: dict[str, dict[str, Any]] = {
+    "a dtype of many digits": IDENTITY.fields() | {"leaves": [[[1], "9" * 5000 + "f4"]]},
+    "a dtype of many parts": IDENTITY.fields() | {"leaves": [[[1], "f4," * 5000]]},
+    "objects": IDENTITY.fields() | {"leaves": [[[1], "O"]]},
+    "a class": IDENTITY.fields() | {"leaves": [[[1], "finfo"]]},
+    "no dtype": IDENTITY.fields() | {"leaves": [[[1], None]]},
+    "a dtype of a gigabyte": IDENTITY.fields() | {"leaves": [[[1], "V1000000000"]]},
     "no identity": {"leaves": []},
     "an identity of another kind": {"identity": {"fingerprint": 1}, "leaves": []},
     "leaves without a dtype": IDENTITY.fields() | {"leaves": [[[1], "evil"]]},
@@ -98,6 +142,9 @@ def test_a_header_that_makes_no_sense_is_a_typed_error(tmp_path: Path, header: d
     path.write_bytes(prefix_file.MAGIC + len(index).to_bytes(8, "little") + index)
     with pytest.raises(StoreError):
         prefix_file.read(path, STRICT)
+    if header["leaves"]:
+        with pytest.raises(StoreError, match="no layout of pages"):
+            segment.leaves_in(header)
 
 
 @pytest.mark.parametrize(("forge", "reason"), FORGED.values(), ids=FORGED)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from project.bounds.records import OURS, PACE, PEER, SHOWN, STRANGER, TIME, Bound, Other
+from project.bounds.records import OURS, PACE, PEER, SHOWN, SMALL, STRANGER, TIME, Bound, Other
 from rekindle._src.channels import greeting
 from rekindle._src.channels.channel import MessageKind
 from rekindle._src.kvcache import sharing
@@ -74,7 +74,12 @@ BOUNDS: list[Bound] = [
 ]
 
 OTHERS: dict[str, dict[str, Other]] = {
-    "kvcache/persist/segment.py": {"MAX_PAGE_SIZE": OURS, "MAX_VISITS": OURS},
+    "kvcache/persist/prefix_file.py": {
+        "MOST_INDEX": Other("bytes of a sender's index, which are read once; payloads follow once it is verified"),
+    },
+    "kvcache/persist/segment.py": {
+        "MAX_PAGE_SIZE": OURS, "MAX_VISITS": OURS, "_LONGEST_NAME": SMALL, "_LARGEST_NUMBER": SMALL,
+    },
     "kvcache/sharing.py": {
         "MOST_WANTED": Other("of those that know the secret: 24 bytes each"),
         "MOST_LISTED": Other("of those that know the secret: a record of a page each"),

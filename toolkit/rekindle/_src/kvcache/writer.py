@@ -522,8 +522,10 @@ class CacheWriter:
     def import_prefix(self, path: Path) -> int:
         """Take over the pages of a file. Return how many tokens. Raise SnapshotRefused if they are of another model."""
         cache, disk = self._parts()
-        pairs, entries = prefix_file.read(path, disk.identity, sides=[side.identity for side in self.sides])
         assert self.tiers is not None
+        sides = [side.identity for side in self.sides]
+        most = max(self.tiers.host.budget, disk.budget) + 2 * prefix_file.MOST_INDEX
+        pairs, entries = prefix_file.read(path, disk.identity, sides=sides, most=most)
         for side, own in zip(self.sides, entries, strict=True):
             for page, payload in own:
                 side.tiers.host.put(page.digest, payload)

@@ -36,6 +36,7 @@ MAX_PAGE_SIZE = 1 << 16  # tokens
 MAX_VISITS = 1 << 30  # of a page; a record has 32 bits for them
 LAST_TIME = 1e11  # seconds since the epoch, in the year 5138
 _LENGTH = 8  # bytes before the header that say how long it is
+_LONGEST_NAME, _LARGEST_NUMBER = 40, 8  # characters of a dtype's name, and bytes of one of its numbers
 
 
 class Page(NamedTuple):
@@ -309,13 +310,21 @@ def age_of(name: str) -> str:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
+    """Return the dtype of numbers with this name. Raise TypeError or AttributeError for anything else.
+
+    NumPy's own reader of names is a parser, and a stranger's text may be long.
+    """
+    if not isinstance(name, str) or len(name) > _LONGEST_NAME or not name.isidentifier():
+        raise TypeError(f"{str(name)[:_LONGEST_NAME]!r} is no dtype")
     try:
-        return np.dtype(name)
+        dtype: np.dtype[Any] = np.dtype(name)
     except TypeError:
         import ml_dtypes
 
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return dtype
+        dtype = np.dtype(getattr(ml_dtypes, name))
+    if dtype.hasobject or dtype.kind in "USMmc" or not 1 <= dtype.itemsize <= _LARGEST_NUMBER:
+        raise TypeError(f"{name!r} is no dtype of numbers")
+    return dtype
 
 
 def _raise(error: OSError) -> None:
