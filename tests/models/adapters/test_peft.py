@@ -102,6 +102,8 @@ def test_targets_are_a_list_an_expression_or_all(tmp_path: Path, fields: dict[st
         ({"alpha_pattern": {"q_proj": None}}, "has what PEFT does not write"),
         ({"r": float("inf")}, "cannot convert float infinity"),
         ({"r": 0}, "a rank below 1"),
+        ({"r": 10**400}, "a rank above 2,147,483,648"),
+        ({"rank_pattern": {"q_proj": 10**400}}, "a rank above 2,147,483,648"),
         ({"rank_pattern": {"q_proj": 0}}, "a rank below 1"),
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config="),
     ],

@@ -38,6 +38,7 @@ _MOST_SURPLUS = 1000  # tensors that are listed as problems, beyond those that a
 _HEADER = 1 << 20  # bytes of a header, in addition to those of its tensors
 _TENSOR = 512  # bytes that the header has for a tensor at most; trainers write about 200
 _LONGEST_START, _SHOWN = 200, 80  # characters
+_HIGHEST_RANK = 1 << 31  # that is compared with shapes; longer numbers fit into no float
 _LIST = "Write the names of modules, as a list or one by one"
 Number = TypeVar("Number", int, float)
 _PREFIX, _WEIGHT = "base_model.model.", ".weight"
@@ -364,8 +365,9 @@ class Targets:
             self._alpha = float(8 if alpha is None else alpha)
             self._ranks = self._patterns(config, "rank_pattern", int)
             self._alphas = self._patterns(config, "alpha_pattern", float)
-            if min([self._rank, *(rank for _, rank in self._ranks)]) < 1:
-                raise ValueError("a rank below 1")
+            for rank in (self._rank, *(rank for _, rank in self._ranks)):
+                if not 1 <= rank <= _HIGHEST_RANK:
+                    raise ValueError("a rank below 1" if rank < 1 else f"a rank above {_HIGHEST_RANK:,}")
             self.parameters = _names(config.get("target_parameters") or ())
         except (CheckpointError, TooMuchWork):
             raise
