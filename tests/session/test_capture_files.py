@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -173,7 +174,7 @@ def test_a_folder_says_which_positions_are_pictures(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[", "{}1", "[1]", '[{"picture": 0}]', "null", '"text"', *(
+    ["", "[", "[" * 100_000, " " * (1 << 20) + "[]", "{}1", "[1]", '[{"picture": 0}]', "null", '"text"', *(
         json.dumps([{"picture": 0, "start": 2, "stop": 8, "rows": 2, "columns": 3, "tile": None} | change])
         for change in ({"stop": 9}, {"rows": 0}, {"picture": -1}, {"columns": 3.0}, {"tile": [1]}, {"start": True})
     )],
@@ -183,6 +184,17 @@ def test_a_damaged_list_of_pictures_is_refused_by_the_folder(tmp_path: Path, con
     (tmp_path / "00000" / "pictures.json").write_text(content)
     with pytest.raises(InvalidRequest, match=r"damaged pictures\.json"):
         Captured.load(tmp_path / "00000")
+
+
+def test_a_list_of_pictures_that_is_no_file_is_refused(tmp_path: Path) -> None:
+    """A FIFO would be waited for, for ever."""
+    files_of(tmp_path, (PictureRun(2, 8, 0, TokenGrid(2, 3)),)).finish(20)
+    path = tmp_path / "00000" / "pictures.json"
+    for make in (os.mkfifo, os.mkdir):
+        path.unlink()
+        make(path)
+        with pytest.raises(InvalidRequest, match=r"damaged pictures\.json"):
+            Captured.load(tmp_path / "00000")
 
 
 EXCHANGES = [_file, _dangling, shutil.rmtree, _elsewhere, _other_folder]

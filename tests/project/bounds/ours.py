@@ -7,6 +7,7 @@ from project.bounds.records import OURS, PACE, SHOWN, TIME, Bound, Other, within
 BOUNDS: list[Bound] = []
 
 OTHERS: dict[str, dict[str, Other]] = {
+    "core/captured.py": {"_LARGEST_PICTURES": within("values of a checkpoint's JSON")},
     "calls/content.py": {"_MOST_SHOWN": SHOWN, "MOST_DRAWN": SHOWN, "MOST_WRITTEN": OURS},
     "cli/cache.py": {"MOST_NAMED": SHOWN},
     "capabilities/captures/files.py": {

@@ -28,6 +28,7 @@ Key = tuple[str, int] | str  # a site and its layer; "norm" has none
 PICTURES = "pictures.json"  # and the places of its prompt's pictures, if it has any
 HEADER = 504  # bytes of a header, padded with spaces; the array begins after it and its length, at byte 512
 SUFFIX = ".safetensors"
+_LARGEST_PICTURES = 1 << 20  # bytes of the places of pictures; one has some 100
 TYPES = {"F32": "<f4", "I32": "<i4"}
 BACKLOG = 256 << 20  # bytes of one request's captures that may wait for its disk
 
@@ -287,6 +288,7 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
     import json
 
     from rekindle._src.core.pictures import PictureRun, TokenGrid
+    from rekindle._src.core.plain_files import read_plain
 
     def whole(value: Any) -> int:
         if type(value) is not int or not 0 <= value < END:
@@ -295,7 +297,7 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
 
     try:
         runs = []
-        for entry in json.loads(path.read_bytes()):
+        for entry in json.loads(read_plain(path, _LARGEST_PICTURES)):
             rows, columns, tile = whole(entry["rows"]), whole(entry["columns"]), entry["tile"]
             first, last = whole(entry["start"]), whole(entry["stop"])
             if not 0 < rows * columns == last - first:
@@ -305,7 +307,7 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
         return tuple(runs)
     except FileNotFoundError:
         return ()
-    except (ValueError, KeyError, TypeError, IndexError):
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError):
         fix = f"Remove its {PICTURES} to read the arrays without it"
         raise InvalidRequest("folder", str(path.parent), f"has a damaged {PICTURES}", fix) from None
 
