@@ -20,11 +20,14 @@ from numpy.typing import NDArray
 from helpers import header_fuzz
 from helpers.thorough import by_default
 from helpers.towers import MODELS, config_of, random_tensors
+from rekindle._src.models.loading import tensor_files
+from rekindle._src.models.loading.gguf import rows
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.header import forget_headers, read_header
 from rekindle._src.models.loading.gguf.rewrites import TensorRewrite
 from rekindle._src.models.loading.gguf.rows import entry_of
+from rekindle._src.models.loading.tensor_files import read_exactly
 from rekindle._src.models.vision.mmproj import is_mmproj, read_mmproj
 from rekindle._src.models.vision.tower import abstract_tower
 from rekindle._src.models.vision.weights import load_tower, read_tower, tower_tensors
@@ -187,6 +190,29 @@ def test_a_file_holds_the_same_encoder_as_its_checkpoint(name: str, kind: str, t
         if field != "model_type" and getattr(stored.config, field) != getattr(config, field)
     }
     assert not same, "a number of the encoder came out another"
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma4_unified"])
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+def test_no_byte_of_a_file_is_read_again_for_each_piece(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An author decides how large a tensor is, and so how many pieces it has."""
+    read = collections.Counter[str]()
+
+    def counting(path: Path, tensor: str, offset: int, out: NDArray[Any]) -> None:
+        read[tensor] += out.nbytes
+        read_exactly(path, tensor, offset, out)
+
+    monkeypatch.setattr(rows, "read_exactly", counting)
+    monkeypatch.setattr(tensor_files, "read_exactly", counting)
+    stored = read_mmproj(converted(name, random_tensors(config_of(name)), tmp_path / "mmproj.gguf", kind))
+    for entry in stored.tensors.values():
+        whole = tensor_files.rows_of(entry, 0, entry.shape[0])
+        read.clear()
+        pieces = [tensor_files.rows_of(entry, row, row + 1) for row in range(entry.shape[0])]
+        np.testing.assert_array_equal(np.concatenate(pieces), whole)
+        assert read.total() <= entry.nbytes, entry.name
 
 
 def test_the_epsilon_of_the_language_model_is_not_the_encoders(tmp_path: Path) -> None:

@@ -209,4 +209,5 @@ OTHERS: dict[str, dict[str, Other]] = {
     },
     "models/loading/stores/ollama.py": {"MAX_MANIFEST": JSON, "MAX_LAYERS": JSON, "MAX_LISTED": JSON},
     "models/loading/tensor_files.py": {"MOST_LISTED": SHOWN},
+    "models/vision/mmproj.py": {"_MOST_TABLES": SMALL},
 }  # fmt: skip

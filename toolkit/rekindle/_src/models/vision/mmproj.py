@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -26,18 +26,34 @@ _KEYS = ("clip.vision.projector_type", "clip.projector_type")  # the first of a 
 _OTHER_PARTS = ("a.", "mm.a.")  # of an encoder of sounds
 _NUMBER = re.compile(r"\.(\d+)\.")
 _PLAIN = TensorRewrite()
+_MOST_TABLES = 8  # of a stack: there is one for columns and one for rows
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WholeRows:
-    """Rows of a tensor that is made of whole tensors of a file, which are read for every range of rows."""
+class FrameRows:
+    """Rows of a kernel of patches of several frames, which the file has as a tensor for each frame."""
 
-    entries: tuple[TensorEntry, ...]
-    make: Callable[[list[NDArray[np.float32]]], NDArray[np.float32]]
+    frames: tuple[TensorEntry, ...]
+    channels: int
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        whole = [np.asarray(rows_of(entry, 0, entry.shape[0]), np.float32) for entry in self.entries]
-        return np.ascontiguousarray(self.make(whole)[start:stop])
+        count = stop - start
+        shaped = [_numbers(frame, start, stop).reshape(count, self.channels, 1, -1) for frame in self.frames]
+        return np.concatenate(shaped, axis=2).reshape(count, -1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SwappedRows:
+    """Rows of tables that follow each other in the file: each has its part of a row."""
+
+    tables: tuple[TensorEntry, ...]
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        return np.stack([_numbers(table, start, stop) for table in self.tables], axis=1)
+
+
+def _numbers(entry: TensorEntry, start: int, stop: int) -> NDArray[np.float32]:
+    return np.asarray(rows_of(entry, start, stop), np.float32)
 
 
 def is_mmproj(header: GgufHeader) -> bool:
@@ -96,10 +112,8 @@ def _tensors(header: GgufHeader, form: MmprojForm, config: VisionConfig) -> Towe
             used.update(pieces)
         elif theirs in stored:
             entry = stored[theirs]
-            if name in form.swapped and len(entry.shape) > 1:
-                shape = (entry.shape[1], entry.shape[0], *entry.shape[2:])
-                rows = WholeRows((_readable(entry),), lambda whole: whole[0].swapaxes(0, 1))
-                named[name] = entry._replace(name=name, shape=shape, rows=rows)
+            if name in form.swapped and len(entry.shape) == 3:
+                named[name] = _swapped(name, entry)
             else:
                 named[name] = entry_of(name, _flat_kernel(entry), form.rewritten(config, name) or _PLAIN)
             used.add(theirs)
@@ -137,12 +151,19 @@ def _with_frames(name: str, frames: list[TensorEntry]) -> TensorEntry:
     if any(frame.shape != first.shape or len(frame.shape) != 4 for frame in frames):
         return first  # a wrong shape is reported by its name
     outputs, channels, height, width = first.shape
-
-    def make(whole: list[NDArray[np.float32]]) -> NDArray[np.float32]:
-        shaped = [one.reshape(outputs, channels, 1, height * width) for one in whole]
-        return np.concatenate(shaped, axis=2).reshape(outputs, -1)
-
-    rows = WholeRows(tuple(_readable(_flat_kernel(frame)) for frame in frames), make)
+    rows = FrameRows(tuple(_readable(_flat_kernel(frame)) for frame in frames), channels)
     length = len(frames) * channels * height * width
     nbytes = sum(frame.nbytes for frame in frames)
     return first._replace(name=name, shape=(outputs, length), nbytes=nbytes, rows=rows)
+
+
+def _swapped(name: str, entry: TensorEntry) -> TensorEntry:
+    """Return a stack of tables [count, rows, columns] as one table [rows, count, columns]."""
+    count, length, columns = entry.shape
+    if count > _MOST_TABLES:
+        return entry._replace(name=name)  # a wrong shape is reported by its name
+    size = entry.nbytes // count
+    tables = (
+        entry._replace(shape=(length, columns), offset=entry.offset + at * size, nbytes=size) for at in range(count)
+    )
+    return entry._replace(name=name, shape=(length, count, columns), rows=SwappedRows(tuple(map(_readable, tables))))
