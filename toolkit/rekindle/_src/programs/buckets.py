@@ -12,7 +12,6 @@ import dataclasses
 import enum
 import functools
 import itertools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -87,8 +86,9 @@ class Bucket:
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
         """The forward and the choice program of a guided step of this size."""
-        forward = dataclasses.replace(self, variants=self.variants & ~_OF_CHOICE, span=StepSpan.FORWARD)
-        return forward, dataclasses.replace(self, variants=self.variants & _OF_CHOICE, span=StepSpan.CHOICE)
+        of_forward, of_choice = _divided(int(self.variants))
+        forward = Bucket(self.rows, self.tokens, of_forward, StepSpan.FORWARD)
+        return forward, Bucket(self.rows, self.tokens, of_choice, StepSpan.CHOICE)
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
@@ -99,6 +99,12 @@ class Bucket:
     def cost(self) -> int:
         """Tokens of the program, padding included."""
         return self.rows + self.tokens
+
+
+@functools.cache
+def _divided(variants: int) -> tuple[ProgramVariant, ProgramVariant]:
+    """Divide variants between the first half of a guided step and the second one."""
+    return ProgramVariant(variants & ~int(_OF_CHOICE)), ProgramVariant(variants & int(_OF_CHOICE))
 
 
 @functools.cache
@@ -187,8 +193,8 @@ def with_variants(buckets: tuple[Bucket, ...], more: ProgramVariant) -> tuple[Bu
 
 def combinations(groups: Sequence[Sequence[ProgramVariant]]) -> list[ProgramVariant]:
     """Return every combination of variants, at most one of each group; the first is none of them."""
-    choices = itertools.product(*((PLAIN_VARIANT, *group) for group in groups))
-    return [functools.reduce(operator.or_, chosen, PLAIN_VARIANT) for chosen in choices]
+    choices = itertools.product(*((0, *map(int, group)) for group in groups))
+    return [ProgramVariant(sum(chosen)) for chosen in choices]  # each is a bit of its own
 
 
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
@@ -201,9 +207,12 @@ def late_programs(
     lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[Sequence[ProgramVariant]] = ()
 ) -> tuple[Bucket, ...]:
     """Return every program that steps with guided rows may run, from the sizes of other steps and further variants."""
-    spans = StepSpan.GATED, StepSpan.HALVES
-    sizes = tuple(size for span in spans for plain in lattices for size in late_lattice(plain, span))
-    return programs_of(size for more in combinations(variants) for size in with_variants(sizes, more))
+    combined, plain = combinations(variants), tuple(lattices)
+    # Each half has variants of its own, so that no half comes with those of the other one.
+    parts = dict.fromkeys(part for more in combined for part in _divided(int(more)))
+    every = ((StepSpan.GATED, combined), (StepSpan.HALVES, parts))
+    sizes = {span: tuple(size for each in plain for size in late_lattice(each, span)) for span, _ in every}
+    return programs_of(size for span, chosen in every for more in chosen for size in with_variants(sizes[span], more))
 
 
 def bucket_for(
