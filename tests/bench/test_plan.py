@@ -80,7 +80,7 @@ def test_a_folder_is_planned_by_its_config(tmp_path: Path) -> None:
     assert config.num_layers == 32 and dtype == "float32"
 
 
-def test_what_is_not_known_is_refused_with_what_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match="Use a folder, or one of micro"):
         shape_config("9000b")
     assert main(["doctor", "--plan", "70b", "--device", "abacus"]) == 1

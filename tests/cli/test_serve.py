@@ -259,7 +259,7 @@ def test_a_line_of_the_log_is_written_once_whatever_is_imported_later(
         "--allowed-host=a.example:80",
     ],
 )
-def test_what_could_not_work_is_refused_before_a_model_is_loaded(
+def test_impossible_options_are_refused_before_a_model_is_loaded(
     given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve, "open", lambda model, **options: Opening())

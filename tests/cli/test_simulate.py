@@ -102,7 +102,7 @@ def test_noise_on_one_side_does_not_draw_the_cost_along() -> None:
     assert spread[50] == pytest.approx(1.0, abs=0.05) and spread[85] > 1.8
 
 
-def test_what_a_request_takes_beside_its_steps_and_how_its_steps_vary() -> None:
+def test_a_simulation_has_costs_of_requests_and_varying_steps() -> None:
     ask = SimulatedRequest(0.0, ((1, 100),), 400, b"", b"")
     plain = simulate([ask], CONFIG, COST)
     later = simulate([ask], CONFIG, dataclasses.replace(COST, request=0.5))

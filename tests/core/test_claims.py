@@ -71,9 +71,7 @@ def test_the_claim_of_a_process_that_dies_ends_with_it(folder: Path) -> None:
     results[0].release()
 
 
-def test_nobody_waits_for_longer_than_its_patience_or_where_nothing_can_be_written(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_waits_for_a_claim_end_with_patience_or_in_an_unwritable_folder(folder: Path, tmp_path: Path) -> None:
     first = claimed(folder, "x", lambda: False, 60.0)
     late = claimed(folder, "x", lambda: False, 0.0)
     assert first is not None and late is not None and late._file < 0, "it makes its own"

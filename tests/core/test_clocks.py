@@ -54,7 +54,7 @@ def test_pages_are_saved_found_and_make_room(jump: float, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("jump", [-YEAR, -DAY])
-def test_what_was_used_before_the_clock_was_set_back_goes_first(
+def test_files_used_before_the_clock_was_set_back_go_first(
     jump: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path / "cache" / "programs", most=2)

@@ -80,7 +80,7 @@ def test_a_job_waits_while_the_main_thread_works(monkeypatch: pytest.MonkeyPatch
     assert clock.now - began == pytest.approx(LOOK), "it is idle"
 
 
-def test_it_waits_no_longer_than_its_patience_or_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_yielding_ends_with_its_patience_or_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     give_way(lambda: False, patience=1.0, used=working(9.0, clock))
     assert clock.now == pytest.approx(1.0, abs=2 * LOOK)

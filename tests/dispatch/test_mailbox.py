@@ -246,7 +246,7 @@ async def test_leaving_the_line_lets_the_next_one_in() -> None:
 
 
 @pytest.mark.anyio
-async def test_who_is_admitted_and_cancelled_at_once_gives_the_place_back() -> None:
+async def test_a_request_cancelled_on_admission_gives_its_place_back() -> None:
     limiter = AdmissionLimiter(1)
     assert limiter.try_enter(1)
     with anyio.CancelScope() as scope:

@@ -32,7 +32,7 @@ async def test_callers_take_turns_and_each_is_served_in_order() -> None:
     assert not turns.waiting and turns.free == 1
 
 
-async def test_those_who_leave_the_line_cost_no_place() -> None:
+async def test_tasks_that_leave_the_line_cost_no_place() -> None:
     turns, begun, go = Turns(2), list[int](), anyio.Event()
 
     async def work(number: int, scope: anyio.CancelScope) -> None:

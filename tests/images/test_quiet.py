@@ -12,7 +12,7 @@ from rekindle._src.images.picture import open_bytes
 from rekindle.errors import InvalidRequest
 
 
-def test_what_pillow_logs_of_a_refused_file_stays_off_standard_error(
+def test_pillows_log_of_a_refused_file_stays_off_standard_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without handlers, as in a script, `logging` writes errors to standard error by itself."""

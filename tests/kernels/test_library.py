@@ -70,7 +70,7 @@ print(json.dumps([made(limit=0.2), made(limit=0.2, deadline=0.0)]))
 """
 
 
-def test_what_an_installation_compiles_is_bounded_by_the_time_of_a_core_and_not_by_others_work(tmp_path: Path) -> None:
+def test_an_installations_compiling_is_bounded_in_processor_time(tmp_path: Path) -> None:
     by_core, by_clock = json.loads(run_python("-c", LIMITED, str(tmp_path)))
     assert by_core == [True, True, False], "waiting for a core does not count"
     assert by_clock == [False, False, False]

@@ -264,7 +264,7 @@ def test_only_the_first_rows_are_computed(dtype: str, rows: int) -> None:
         np.testing.assert_allclose(got[:count], whole[:count], rtol=1e-4, atol=1e-3)
 
 
-def test_what_cannot_be_normed_or_gated_in_a_product_is_refused() -> None:
+def test_products_refuse_norms_and_gates_that_they_can_not_do() -> None:
     x = jnp.ones((2, 48))
     with pytest.raises(AssertionError, match="normed before"):
         products.multiply(x, jnp.ones((64, 48)), norm=jnp.ones((48,)))

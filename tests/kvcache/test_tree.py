@@ -199,7 +199,7 @@ def test_an_evicted_page_goes_to_the_host_and_comes_back() -> None:
     assert tree.cache.evict(2) == [], "the host still has both"
 
 
-def test_what_the_host_pruned_is_forgotten_when_a_match_reaches_it() -> None:
+def test_pages_that_the_host_pruned_are_forgotten_by_the_next_match() -> None:
     tier = DictTier()
     tree = Tree(tier=tier)
     tree.insert(tokens(1, 2))

@@ -124,7 +124,7 @@ def test_what_is_no_picture_is_refused_in_words(view: ChatView, tmp_path: Path, 
     assert view.widget.note == "" and view.picture.count("<img") == 2
 
 
-def test_what_is_too_much_is_refused_before_anything_is_decoded(
+def test_too_large_pictures_are_refused_before_they_are_decoded(
     view: ChatView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drop(view, ONE)

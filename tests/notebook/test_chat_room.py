@@ -130,7 +130,7 @@ def test_a_full_chat_goes_on_without_its_oldest_turns_and_says_so(session: Sessi
         view.join(10)
 
 
-def test_what_was_typed_meanwhile_stays_with_a_refused_message(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_typed_meanwhile_stays_with_a_refused_message(view: ChatView, monkeypatch: pytest.MonkeyPatch) -> None:
     settle = view._settle
     monkeypatch.setattr(view, "_settle", lambda: None)
     say(view, MUCH)

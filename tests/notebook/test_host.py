@@ -267,7 +267,7 @@ def test_a_long_answer_is_drawn_without_a_stall(page: Any) -> None:
         assert hosted.first.locator("[data-token]").count() == 2000
 
 
-def test_who_types_keeps_the_focus_and_the_caret_when_controls_change(page: Any) -> None:
+def test_typing_keeps_focus_and_caret_when_controls_change(page: Any) -> None:
     with chatting(page) as (view, hosted):
         hosted.first.get_by_placeholder("Say something").focus()
         page.keyboard.type("ac")

@@ -142,7 +142,7 @@ def test_pressing_a_bar_shows_its_text_and_what_can_be_done(session: Session) ->
     assert len(session.cache.tree().nodes) == 2, "nothing is marked"
 
 
-def test_it_says_what_the_cache_has_saved_and_what_fills_an_empty_one(session: Session) -> None:
+def test_the_tree_says_how_much_was_saved_and_how_to_fill_an_empty_cache(session: Session) -> None:
     view = session.view.tree()
     saved = session.cache.stats().saved_tokens
     assert saved > 2 * SIZE and "prompt tokens found here, not computed again" in view.picture

@@ -257,7 +257,7 @@ def test_one_button_sends_or_stops(view: ChatView) -> None:
     assert spots == {control["spot"] for control in view.widget.controls if control["name"] == "send"}
 
 
-def test_what_is_edited_or_answered_again_stays_as_another_version(view: ChatView) -> None:
+def test_edited_messages_and_earlier_answers_stay_as_versions(view: ChatView) -> None:
     view.send("hello")
     view.handle.result_sync()
     first = view.answer

@@ -63,7 +63,7 @@ def test_its_weights_are_those_that_were_kept(
     ahead.close()
 
 
-def test_what_is_damaged_is_noticed_set_aside_and_read_from_the_checkpoint(folder: Path, config: EngineConfig) -> None:
+def test_damaged_kept_weights_are_set_aside_for_the_checkpoint(folder: Path, config: EngineConfig) -> None:
     first = loaded(folder, config)
     (file,) = Path(str(config.cache_dir)).rglob("weights.safetensors")
     content = bytearray(file.read_bytes())
@@ -132,7 +132,7 @@ def test_what_is_not_taken_is_released(
 
 
 @pytest.mark.parametrize("model", ["nowhere", "tiny", "owner/name"])
-def test_what_it_can_not_find_is_left_to_whoever_opens_the_model(model: str, config: EngineConfig) -> None:
+def test_a_head_start_leaves_missing_files_to_the_opening(model: str, config: EngineConfig) -> None:
     ahead = HeadStart(model, config)
     assert ahead.weights(Path("kept")) is None
     ahead.close()

@@ -100,7 +100,7 @@ def test_a_part_that_is_on_its_way_is_waited_for(kept: Kept) -> None:
     assert len(kept.pages) == 2 and kept.pages.nbytes == 2 * 32
 
 
-def test_what_is_dropped_on_its_way_is_not_kept_and_may_come_again(kept: Kept) -> None:
+def test_a_page_dropped_on_its_way_is_not_kept_and_may_come_again(kept: Kept) -> None:
     first, second = Device(1.0), Device(1.0)
     kept.pages.expect([A], cast(Any, first))
     kept.pages.drop([A])

@@ -131,7 +131,7 @@ def test_every_family_writes_what_whole_programs_write(
     assert parts == whole, "to the last bit"
 
 
-def test_what_goes_into_the_first_layer_has_the_same_bits_in_a_program_of_its_own() -> None:
+def test_inputs_of_the_first_layer_are_bit_equal_in_a_separate_program() -> None:
     """XLA:CPU makes one operation of a product and a sum in one program, and rounds both where they are in two."""
     model = case("gemma3")
     graph = dataclasses.replace(model.graph, config=dataclasses.replace(model.config, embed_scale=640**0.5))

@@ -114,7 +114,7 @@ def quarantined(loop: Loop) -> set[int]:
     return {*np.flatnonzero(loop.pool._refs > 1 << 20).tolist()}
 
 
-def test_whoever_shares_a_miscounted_page_fails_as_well_and_nobody_else() -> None:
+def test_requests_that_share_a_miscounted_page_fail_and_no_others() -> None:
     loop = LoopBuilder(pages=64, max_requests=4).loop(Lenient)
     prompt = "s" * 24
     first = make_request(prompt, max_tokens=2)

@@ -109,7 +109,7 @@ def test_a_small_shared_beginning_is_not_waited_for() -> None:
     exact(loop, one, two)
 
 
-def test_who_waits_for_a_prefix_goes_on_when_its_owner_is_aborted() -> None:
+def test_a_wait_for_a_prefix_ends_when_its_owner_is_aborted() -> None:
     loop = LoopBuilder(max_tokens_per_step=32).loop()
     owner, waiter = (make_request("the same long prompt, twice", max_tokens=3) for _ in range(2))
     submit(loop, owner, waiter)
@@ -252,7 +252,7 @@ def test_a_failed_step_ends_its_requests_only() -> None:
     exact(loop, *requests[2:])
 
 
-def test_what_can_not_be_accepted_raises_and_changes_nothing() -> None:
+def test_a_refused_request_changes_nothing() -> None:
     loop = LoopBuilder(pages=4, page_size=8, max_model_len=64).queue(max_queue=2).loop()
     with pytest.raises(PromptTooLong, match="max_model_len is 64"):
         loop.scheduler.submit(make_request("x" * 64))
@@ -308,7 +308,7 @@ def test_flushing_and_new_weights_recompute_without_losing_anybody() -> None:
     assert loop.events[late.id][-1].cached_tokens == 8
 
 
-def test_who_waits_for_pages_or_behind_such_a_request_is_told_so() -> None:
+def test_requests_are_told_that_they_wait_for_pages_or_for_an_older_one() -> None:
     loop = LoopBuilder(max_requests=4, overlap=False, pages=6).loop()
     requests = [make_request(letter * 20, max_tokens=20) for letter in "abc"]
     submit(loop, *requests)

@@ -103,7 +103,7 @@ def explained(loop: Loop, request: Request) -> Explanation:
     return found
 
 
-def test_who_waited_for_a_slot_or_for_pages_and_who_was_preempted_is_told_so_afterwards() -> None:
+def test_a_request_is_told_of_its_waits_for_slots_and_pages_and_of_preemptions() -> None:
     loop = LoopBuilder(max_requests=1, overlap=False).loop()
     first, second = make_request("first", max_tokens=3), make_request("second", max_tokens=3)
     submit(loop, first, second)

@@ -233,7 +233,7 @@ async def test_a_defect_of_the_server_s_own_is_one_line_s_failure(
 
 
 @pytest.mark.anyio
-async def test_it_goes_on_after_a_cut_and_tries_again_what_the_server_failed_at(tmp_path: Path) -> None:
+async def test_a_batch_resumes_after_a_cut_and_retries_the_servers_failures(tmp_path: Path) -> None:
     source, out, failing = write(tmp_path / "in", [line(n) for n in range(30)]), tmp_path / "out", [ValueError("no")]
     with made(fail=lambda plan: failing.pop() if failing else None) as session:
         batch = BatchRun(session, source, out)

@@ -118,7 +118,7 @@ async def test_its_script_names_the_models_chats_and_asks_for_a_key(session: Ses
 
 
 @pytest.mark.anyio
-async def test_it_says_what_the_server_answers_to_a_model_without_a_chat_template(tmp_path: Path) -> None:
+async def test_the_page_shows_the_servers_error_without_a_chat_template(tmp_path: Path) -> None:
     from helpers.sessions import CONFIG, fake_session
 
     pytest.importorskip("uvicorn", reason="the server is the extra `serve`")

@@ -113,7 +113,7 @@ async def test_two_hundred_seeds(session: Session) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_was_generated_may_be_read_from_the_cache_or_computed_as_a_prompt(session: Session) -> None:
+async def test_generated_tokens_are_the_same_from_the_cache_and_as_a_prompt(session: Session) -> None:
     tokens = session.tokenizer.encode(PROMPT)
     first = await text(session, 1, 60, tokens)
     longer = [*tokens, *first]

@@ -174,7 +174,7 @@ def test_a_folder_in_another_type(kind: str, tmp_path: Path) -> None:
     ("out", "kind", "named"),
     [("model.gguf", "q5_k", "type='q5_k'"), ("folder", "q8_0", "type='q8_0'"), ("there", "auto", "exists already")],
 )
-def test_what_can_not_be_written_is_refused_and_leaves_nothing(out: str, kind: str, named: str, tmp_path: Path) -> None:
+def test_an_export_that_can_not_be_written_leaves_nothing(out: str, kind: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     with pytest.raises(ConfigError, match=named):
         export("tiny", tmp_path / out, type=kind)

@@ -219,7 +219,7 @@ def test_a_page_has_the_bytes_of_the_layers_that_keep_some() -> None:
         ("deepseek-v2", {"deterministic": True}, "deterministic=True.*(latent pages|experts)"),
     ],
 )
-def test_what_is_not_there_yet_is_refused_by_name(case: str, options: dict[str, Any], reason: str) -> None:
+def test_options_that_a_family_lacks_are_refused_by_name(case: str, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         rekindle.open_sync(checkpoints.case(case), **OPTIONS, cache_dir=None, **options)
 

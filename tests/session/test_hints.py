@@ -115,7 +115,7 @@ def test_a_missing_argument_comes_with_the_call(session: Session) -> None:
             attempt(session)
 
 
-def test_what_python_refuses_is_named_as_it_is_called(session: Session) -> None:
+def test_errors_of_python_name_the_call_as_it_was_written(session: Session) -> None:
     anything: Any = session
     with pytest.raises(TypeError, match=r"^fork\(\) missing"):
         anything.fork()

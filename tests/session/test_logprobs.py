@@ -52,7 +52,7 @@ def probabilities(entry: TokenLogprobs) -> np.ndarray:
     return result
 
 
-async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option(session: Session) -> None:
+async def test_logprobs_are_those_of_the_distribution_after_every_option(session: Session) -> None:
     """All options at once in one batch, along with a row that wants the model's own log-probabilities."""
     ids = prompt(3, 9)
     own = session.submit(ids, max_tokens=NEW, logprobs=2, ignore_eos=True)

@@ -83,7 +83,7 @@ def test_an_imported_page_of_another_layout(tmp_path: Path, wrong: str) -> None:
         ask(session, 0)  # computed, since the page is not offered again
 
 
-def test_what_is_too_much_is_refused_while_a_neighbour_streams(tmp_path: Path, within: Within) -> None:
+def test_too_large_requests_are_refused_while_a_neighbour_streams(tmp_path: Path, within: Within) -> None:
     """10,000 stop strings for each of 64 sequences held the neighbour for 1.4 s, and refusing n = 2e8 took 1.1 s."""
     too_much: list[dict[str, Any]] = [
         {"n": 200_000_000},

@@ -135,7 +135,7 @@ def test_wrong_arguments_are_named(session: Session, rows: Any, template: Any, o
     assert said in str(raised.value)
 
 
-def test_what_is_wrong_with_all_rows_raises_before_any_is_computed(session: Session, tmp_path: Path) -> None:
+def test_an_error_of_all_rows_raises_before_any_is_computed(session: Session, tmp_path: Path) -> None:
     pandas = pytest.importorskip("pandas")
     before = session.stats().scheduler.submitted
     alike: list[Any] = [["hello", "world"], ("hello",), iter(["hello"]), {"hello"}, pandas.Series(["hello", "world"])]

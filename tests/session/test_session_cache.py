@@ -111,7 +111,7 @@ def test_configurations_and_models_have_their_own_snapshot_under_one_name(tmp_pa
         assert not session.cache.delete("mine")
 
 
-def test_what_other_sessions_asked_is_counted_and_shown_only_if_wanted(tmp_path: Path) -> None:
+def test_prompts_of_other_sessions_are_counted_and_shown_on_request(tmp_path: Path) -> None:
     with opened(tmp_path) as session:
         ask(session, 0)
         ask(session, 1)

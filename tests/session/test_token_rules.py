@@ -36,7 +36,7 @@ def may_come(guide: Any) -> set[int]:
 
 
 @given(st.lists(st.text("abc ", min_size=1, max_size=4).filter(str.strip), min_size=1, max_size=4), st.data())
-def test_what_may_come_never_completes_a_word_and_everything_else_may(words: list[str], data: Any) -> None:
+def test_allowed_tokens_never_complete_a_forbidden_word(words: list[str], data: Any) -> None:
     rules = rules_of(Sampling(bad_words=words), byte_tokenizer(), VOCAB)
     assert rules is not None
     guide, text = RestrictedGuide(rules), ""

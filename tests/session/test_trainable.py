@@ -115,7 +115,7 @@ def test_weights_that_have_no_derivatives_are_refused(tmp_path: Path) -> None:
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.thorough
-async def test_what_is_trained_next_to_its_parameters_is_an_adapter_by_their_paths() -> None:
+async def test_a_trained_adapter_is_named_by_its_parameters_paths() -> None:
     """Three minutes of training ended in 240 errors, and square matrices could have been meant either way."""
     ids, rng = prompt(7, 12), np.random.default_rng(0)
     async with opening(precompile="lazy", max_adapters=1, max_adapter_rank=8) as session:

@@ -342,7 +342,7 @@ async def test_nor_for_a_request_of_a_sleeping_session_that_it_keeps_asleep(fake
     fakes["a"].on_wait()
 
 
-async def test_what_begins_to_use_a_model_before_it_sleeps_keeps_it_awake(fakes: Fakes) -> None:
+async def test_a_use_that_begins_before_the_sleep_keeps_a_model_awake(fakes: Fakes) -> None:
     async with fakes.use("a"):
         pass
     fakes["a"].begins = 3

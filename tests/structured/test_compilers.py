@@ -105,7 +105,7 @@ def test_a_stack_that_overflows_ends_its_request_alone(grammars: Grammars, monke
     ],
     ids=["patterns", "gbnf"],
 )  # fmt: skip
-def test_what_takes_too_long_is_ended_and_is_not_tried_again(
+def test_a_grammar_that_takes_too_long_is_ended_and_not_tried_again(
     kind: Kind, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = Grammars(TOKENIZER, TOKENIZER.vocab_size)

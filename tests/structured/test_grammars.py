@@ -227,7 +227,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "says"), REFUSED)
-def test_what_can_not_be_followed_raises_with_llguidances_words(
+def test_an_impossible_grammar_raises_with_llguidances_words(
     grammars: Grammars, options: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:

@@ -201,7 +201,7 @@ def test_what_is_asked_for_is_in_the_story() -> None:
             assert found[1] in told.text or "named" in said or "called" in said, (said, told.text)
 
 
-def test_who_they_are_is_told_first_and_asked_last_with_other_talk_between() -> None:
+def test_a_name_is_told_first_and_asked_for_after_other_talk() -> None:
     rng = Random(0)
     turns = [facts.about_me(rng, talk) for _ in range(200)]
     assert max(map(len, turns)) >= 7
@@ -214,7 +214,7 @@ def test_who_they_are_is_told_first_and_asked_last_with_other_talk_between() -> 
         assert any(value in said for said, _ in conversation[:-1]), conversation
 
 
-def test_what_is_outside_of_the_world_has_one_answer_and_is_nowhere_answered() -> None:
+def test_questions_outside_the_world_have_one_answer() -> None:
     rng = Random(0)
     asked = {questions.unknown_question(rng) for _ in range(4000)}
     assert len(asked) > 1200

@@ -74,7 +74,7 @@ FIXED = (
 
 @pytest.mark.thorough
 @anyio_test
-async def test_it_answers_about_figures_and_drawn_pictures_and_still_does_sums(session: Session) -> None:
+async def test_the_vision_model_answers_about_figures_drawings_and_sums(session: Session) -> None:
     rng, wrong = Random(1), list[str]()
     entries = [(seen, evaluate.figure(seen, rng)) for seen in FIXED]
     for kind in KINDS:

@@ -39,7 +39,7 @@ def test_nothing_leaves_until_it_is_trimmed() -> None:
     assert left(tier, "abcde") == "abcde"
 
 
-def test_what_is_held_stays_until_as_many_releases() -> None:
+def test_held_payloads_stay_until_as_many_releases() -> None:
     tier = filled(*"ab", budget=0)
     for _ in range(2):
         tier.hold(b"a")

@@ -108,7 +108,9 @@ def test_targets_are_a_list_an_expression_or_all(tmp_path: Path, fields: dict[st
         ({"kasa_config": {"beta": 1e-4}}, "kasa_config="),
     ],
 )  # fmt: skip
-def test_what_is_not_done_or_does_not_fit_is_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_or_misfit_parts_of_an_adapter_are_named(
+    tmp_path: Path, fields: dict[str, Any], words: str
+) -> None:
     folder = changed(adapters.write(tmp_path, CONFIG, targets=("q_proj", "down_proj")), **fields)
     with pytest.raises(CheckpointError) as caught:
         read_adapter(folder, "x", CONFIG)

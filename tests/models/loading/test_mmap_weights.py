@@ -139,7 +139,7 @@ def test_it_is_worth_moving(system: dict[str, Path]) -> None:
     assert mmap_weights.worthwhile(SIZE)
 
 
-def test_it_stays_without_huge_pages_or_memory_or_beneath_limits(
+def test_weights_are_not_moved_without_huge_pages_or_memory(
     system: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, other in (("KINDS", "always madvise [never]"), ("OVERCOMMIT", "2")):
@@ -172,7 +172,7 @@ def test_only_files_of_this_machine_are_mapped(file: Path, monkeypatch: pytest.M
         mmap_weights.view(file)
 
 
-def test_what_the_disk_can_not_give_is_an_error_and_not_the_end(file: Path) -> None:
+def test_a_file_cut_under_its_mapping_is_an_error_and_not_the_end(file: Path) -> None:
     content = mmap_weights.view(file)
     mmap_weights.bring(content)
     os.truncate(file, 4096)

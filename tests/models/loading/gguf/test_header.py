@@ -248,7 +248,7 @@ def test_any_changed_byte_or_cut_is_read_or_refused_with_a_typed_error(
         assert all(tensor.offset + tensor.nbytes <= len(content) for tensor in found.tensors)
 
 
-def test_it_reads_what_the_gguf_package_writes_and_the_package_reads_what_it_writes(file: Path, tmp_path: Path) -> None:
+def test_headers_are_exchanged_with_the_gguf_package(file: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
     from rekindle._src.models.loading.gguf.blocks import BY_NAME
     from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
