@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import socket
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from channels.together import together
 from rekindle._src.channels import greeting
 from rekindle._src.channels.bulk import BulkChannel, on_loopback
 from rekindle._src.channels.channel import ChannelKeys, MessageKind
@@ -16,24 +15,6 @@ from rekindle.errors import ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
 KEYS = ChannelKeys(b"a" * 32, b"b" * 32)
-
-
-def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return or raise that run at the same time."""
-    found: list[Any] = [None] * len(functions)
-
-    def work(index: int) -> None:
-        try:
-            found[index] = functions[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return found
 
 
 def greeted(secret: bytes) -> list[Any]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 
+from channels.together import together
 from rekindle._src.channels import greeting
 from rekindle._src.channels.channel import Channel, ChannelKeys, MessageKind
 from rekindle._src.channels.greeting import MAGIC, ProcessPlace
@@ -46,24 +46,6 @@ def recorded(*messages: tuple[MessageKind, bytes]) -> list[bytes]:
         for message in messages:
             sender.send(*message)
             found.append(far.recv(1 << 16))
-    return found
-
-
-def together(*functions: Callable[[], Any]) -> list[Any]:
-    """What functions return or raise that run at the same time."""
-    found: list[Any] = [None] * len(functions)
-
-    def work(index: int) -> None:
-        try:
-            found[index] = functions[index]()
-        except Exception as error:
-            found[index] = error
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
     return found
 
 

@@ -9,10 +9,10 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 
+from core.outputs import outputs
 from rekindle._src.core import activity
 from rekindle._src.core.activity import Activity, ProgramWait, State, in_notebook
 from rekindle.errors import UnsupportedModel
@@ -120,18 +120,7 @@ def test_a_log_gets_a_line_every_ten_seconds(clock: Clock, caplog: pytest.LogCap
 
 
 def test_a_notebook_gets_one_output_that_ends_empty(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("IPython")
-    shown: list[Any] = []
-
-    class Output:
-        def update(self, data: Any, *, raw: bool) -> None:
-            shown.append(data)
-
-    def display(data: Any, *, raw: bool, display_id: bool) -> Output:
-        shown.append(data)
-        return Output()
-
-    monkeypatch.setattr("IPython.display.display", display)
+    shown = outputs(monkeypatch)
     with Activity(lambda: State("3 of 9 <prompts>", 1 / 3), backend="notebook") as running:
         clock.now = 1.0
         running.draw()

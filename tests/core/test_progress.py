@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from core.outputs import outputs
 from rekindle._src.core import activity
 from rekindle._src.core.activity import Progress
 from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
@@ -77,18 +78,7 @@ def test_a_log_gets_few_lines(clock: Clock, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_a_notebook_gets_an_output_that_ends_as_one_line(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("IPython")
-    shown: list[Any] = []
-
-    class Output:
-        def update(self, data: Any, *, raw: bool) -> None:
-            shown.append(data)
-
-    def display(data: Any, *, raw: bool, display_id: bool) -> Output:
-        shown.append(data)
-        return Output()
-
-    monkeypatch.setattr("IPython.display.display", display)
+    shown = outputs(monkeypatch)
     bar = Progress("loading <x>", backend="notebook")
     clock.now = 1.0
     bar(Loaded(1, 4, 1.0))
