@@ -64,7 +64,7 @@ def test_pages_go_and_come_back_as_they_were(driver: Driver) -> None:
 
 
 def test_a_gather_leaves_its_pages_in_pinned_memory(driver: Driver) -> None:
-    calls = driver.runner._calls
+    calls = driver.runner.calls
     payload = calls.gather(np.arange(4, dtype=np.int32))
     assert {leaf.sharding.memory_kind for leaf in payload} == {host_pages.PINNED}
     arrays = driver.runner.programs.recipes.parts.to_host(payload)

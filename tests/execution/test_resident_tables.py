@@ -145,7 +145,7 @@ def test_after_a_step_that_failed_tables_are_sent_again(driver: Driver) -> None:
     prompt = prompt_of(30, 10)
     live = driver.add(prompt, Sampling(max_tokens=6))
     driver.step([(live, 10)])
-    calls: Any = driver.runner._calls
+    calls: Any = driver.runner.calls
     step, failed = calls.step, []
 
     def fail(*args: Any) -> Any:

@@ -383,7 +383,7 @@ def test_swapped_weights_are_used_without_compiling(driver: Driver, programs: Pr
 def test_reset_forgets_the_pages_and_goes_on(driver: Driver) -> None:
     prompt = prompt_of(71, 8)
     driver.solo(prompt, Sampling(max_tokens=5))
-    for leaf in jax.tree.leaves(driver.runner._calls.kv):
+    for leaf in jax.tree.leaves(driver.runner.calls.kv):
         leaf.delete()  # as a failed step leaves them
     with pytest.raises(Exception, match=r"deleted|donated"):
         driver.solo(prompt, Sampling(max_tokens=5))

@@ -67,8 +67,8 @@ class Both(NamedTuple):
     def compare(self) -> None:
         """Pages and state are the same; what was computed of padding aside."""
         self.settle()
-        assert self.replay._calls is not None
-        mine, theirs = self.driver.runner._calls, self.replay._calls
+        assert self.replay.calls is not None
+        mine, theirs = self.driver.runner.calls, self.replay.calls
         for one, other in zip(jax.tree.leaves(mine.kv), jax.tree.leaves(theirs.kv), strict=True):
             np.testing.assert_array_equal(np.asarray(one)[1:], np.asarray(other)[1:])  # page 0 is padding's
         slots = [jax.tree.leaves((calls.state, calls.own)) for calls in (mine, theirs)]
@@ -141,7 +141,7 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     driver.solo(prompt_of(7, 5), Sampling(max_tokens=2))
     compare_kept(both, [move.digest for move in moves])
     both.compare()
-    kv = both.replay._calls.kv if both.replay._calls else ()
+    kv = both.replay.calls.kv if both.replay.calls else ()
     for leaf in jax.tree.leaves(kv):
         for places in ([37, 38], [36, 35], [34, 33], [32, 31]):
             np.testing.assert_array_equal(np.asarray(leaf)[pages], np.asarray(leaf)[places])

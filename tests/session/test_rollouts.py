@@ -181,7 +181,7 @@ async def test_weights_swapped_under_load_are_told_apart_token_by_token(session:
             number = len(used) % 3
             used.append(models[number])
             assert await session.swap_weights(states[number]) == len(used) - 1
-    leaves = engine_of(session).runner._calls.leaves
+    leaves = engine_of(session).runner.calls.leaves
     last = used[-1].leaves
     assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [leaf.unsafe_buffer_pointer() for leaf in last]
     assert session.stats().compilations == compiled

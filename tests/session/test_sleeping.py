@@ -129,7 +129,7 @@ async def test_it_wakes_with_other_weights() -> None:
         assert done.completions[0].weights_versions == (1, 1, 1, 1) != first.weights_versions
         async with rekindle.open(other, **_options()) as plainly:
             assert (await plainly.generate(IDS, max_tokens=4)).token_ids == done.completions[0].token_ids
-        leaves = engine_of(session).runner._calls.leaves
+        leaves = engine_of(session).runner.calls.leaves
         assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [
             leaf.unsafe_buffer_pointer() for leaf in other.leaves
         ]

@@ -309,6 +309,11 @@ class Runner:
         self._asleep = False
 
     @property
+    def calls(self) -> DeviceCalls:
+        """The calls of programs, with the weights, pages and tables that they take."""
+        return self._calls
+
+    @property
     def page_bytes(self) -> int:
         """The device memory of pages and state."""
         return sum(leaf.nbytes for leaf in self._calls.memory)

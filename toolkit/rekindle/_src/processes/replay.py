@@ -187,6 +187,11 @@ class Replay:
                 raise ProcessLost(f"the leader sent a {kind.name} message, which followers don't take")
 
     @property
+    def calls(self) -> DeviceCalls | None:
+        """The calls of programs; None until there are pages."""
+        return self._calls
+
+    @property
     def _device_calls(self) -> DeviceCalls:
         if self._calls is None:
             raise ProcessLost("a call came before there were pages")
