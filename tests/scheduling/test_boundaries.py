@@ -62,6 +62,20 @@ def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
     assert model.cache.statistics().states_evicted == 1
 
 
+def test_a_hit_keeps_the_state_that_it_reads_and_none_before_it() -> None:
+    """A path whose states were all kept by a hit at its end would push out states that other prompts still read."""
+    model = with_states().states(slots=3).loop()
+    answered(model, text(12), max_tokens=2)
+    answered(model, [*range(50, 62)], max_tokens=2)
+    answered(model, text(28), max_tokens=2)  # leaves a second state on the first path
+    answered(model, [*range(50, 62), 91], max_tokens=2)
+    (last,) = answered(model, text(28, 91), max_tokens=2)
+    assert cached(model, last) == 24 and model.cache.statistics().states_evicted == 0
+    answered(model, [*range(70, 82)], max_tokens=2)
+    kept = {(int(prefix_of(model.cache, node)[0]), node.depth * PAGE) for node in model.sides[0]}
+    assert kept == {(0, 24), (50, 8), (70, 8)}
+
+
 def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None:
     tier, states = DictTier(), DictTier()
     model = with_states(pages=8, max_model_len=30).cache(host_tier=tier).states(tier=states).loop()
