@@ -93,9 +93,9 @@ TOO_MUCH = {
     "a FIFO": (os.mkfifo, "not a regular file"),
     "nothing": (lambda path: sparse(path, b""), "not an exported prefix"),
     "a long index": (
-        lambda path: sparse(path, prefix_file._MAGIC + (1 << 39).to_bytes(8, "little")), "an index has 549,755,813,888"
+        lambda path: sparse(path, prefix_file.MAGIC + (1 << 39).to_bytes(8, "little")), "an index has 549,755,813,888"
     ),
-    "more than the session keeps": (lambda path: sparse(path, prefix_file._MAGIC), "hold 1,000,000 at most"),
+    "more than the session keeps": (lambda path: sparse(path, prefix_file.MAGIC), "hold 1,000,000 at most"),
 }  # fmt: skip
 
 
