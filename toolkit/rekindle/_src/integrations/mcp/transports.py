@@ -392,7 +392,7 @@ async def _checked(opened: AbstractAsyncContextManager[Any]) -> AsyncIterator[tu
 
 
 class AnswersDue:
-    """The stream to a server, which counts its requests that have no answer yet."""
+    """A stream to a server, with the number of its requests that are not answered yet."""
 
     def __init__(self, stream: Messages) -> None:
         self._stream, self.due = stream, 0
