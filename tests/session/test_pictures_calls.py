@@ -278,6 +278,13 @@ def test_what_is_read_of_a_conversation_is_bounded(tmp_path: Path, monkeypatch: 
     path.write_bytes(b"[" * 200_000)
     with pytest.raises(InvalidRequest, match="is no JSON"):
         conversation.read(path)
+    path.write_bytes(b'{"messages":[' + b"[]," * (1 << 18) + b"[]]}")
+    with pytest.raises(InvalidRequest, match="has more than 524,288 values"):
+        conversation.read(path)
+    with monkeypatch.context() as short:
+        short.setattr(conversation, "MOST_TEXT", 1000)
+        with pytest.raises(InvalidRequest, match="bytes of text; at most 1,000"):
+            conversation.read(path)
     monkeypatch.setattr(conversation, "MOST_BYTES", 1000)
     with pytest.raises(InvalidRequest, match="at most 1,000"):
         conversation.read(path)

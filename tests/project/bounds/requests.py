@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 
 from project.bounds.records import OURS, PACE, SHOWN, SMALL, STRANGER, TIME, Bound, Other, within
+from rekindle._src.calls.conversation import MOST_VALUES
 from rekindle._src.core import options
 from rekindle._src.structured import automata as automata_module
 from rekindle._src.structured import compilers
@@ -140,7 +142,36 @@ def repeating(count: int) -> Callable[[], object]:
     return lambda: program(window, ours, options).block_until_ready()
 
 
+def conversation(count: int) -> Callable[[], object]:
+    """A saved conversation of empty lists."""
+    import tempfile
+    from pathlib import Path
+
+    from rekindle._src.calls import conversation
+    from rekindle.errors import InvalidRequest
+
+    path = Path(tempfile.mkdtemp()) / "chat.json"
+    path.write_bytes(b'{"messages":[' + b"[]," * (count // 2 - 8) + b"[]]}")
+
+    def work() -> object:
+        with contextlib.suppress(InvalidRequest):  # it is parsed, and no conversation
+            conversation.read(path)
+        return None
+
+    return work
+
+
 BOUNDS: list[Bound] = [
+    STRANGER(
+        "calls/conversation.py: MOST_BYTES, MOST_TEXT, MOST_VALUES",
+        counts="values of a saved conversation",
+        most=MOST_VALUES,
+        unit="an empty list",
+        feed=conversation,
+        count=MOST_VALUES // 4,
+        seconds=1,
+        mib=64,
+    ),
     STRANGER(
         "core/options.py: MAX_STOPS, MAX_STOP_CHARACTERS",
         counts="thousands of tokens before stop strings",
@@ -196,7 +227,6 @@ BOUNDS: list[Bound] = [
 OTHERS: dict[str, dict[str, Other]] = {
     "calls/chat_prompt.py": {"MAX_BUDGET": OURS, "MAX_MESSAGE": OURS},
     "calls/chats.py": {"MAX_ROUNDS": OURS},
-    "calls/conversation.py": {"MOST_BYTES": OURS},
     "calls/rows.py": {"_LONGEST_ERROR": SHOWN},
     "calls/tool_functions.py": {"MAX_TOOLS": within("values of a body"), "_MOST_NESTED": OURS},
     "core/options.py": {

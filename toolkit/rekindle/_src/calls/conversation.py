@@ -23,6 +23,7 @@ from rekindle._src.capabilities.overflow.turns import PINNED, turns_of
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.foreign_calls import CONVERSATION, ForeignNames
+from rekindle._src.core.json_values import TooMuchJson, parse_with_long_strings
 from rekindle._src.core.options import refuse_missing, takes_options
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -33,7 +34,9 @@ from rekindle.errors import InvalidRequest, PromptTooLong, StoreError
 from rekindle_kernels import private_files
 
 FORMAT, VERSION, WITH_CONTENT = "rekindle conversation", 1, 2  # the version of those with text alone, and with more
-MOST_BYTES = content.MOST_WRITTEN + (64 << 20)  # of a file
+MOST_TEXT = 32 << 20  # bytes of a file without its pictures
+MOST_VALUES = 1 << 19  # of a file; a message without calls has three
+MOST_BYTES = content.MOST_WRITTEN + MOST_TEXT  # of a file
 Message = dict[str, Any]
 
 
@@ -145,9 +148,12 @@ def read(path: str | os.PathLike[str]) -> list[Message]:
     """Return the messages of a file that `Conversation.save` wrote."""
     fix = "Pass a file that chat.save(path) wrote"
     try:
-        record = json.loads(read_plain(Path(path).expanduser(), MOST_BYTES))
+        data = read_plain(Path(path).expanduser(), MOST_BYTES)
+        record = parse_with_long_strings(data, most_values=MOST_VALUES, most_text=MOST_TEXT)
     except OSError as error:
         raise InvalidRequest("restore", str(path), f"can't be read ({error.strerror})", fix) from None
+    except TooMuchJson as error:
+        raise InvalidRequest("restore", str(path), str(error), fix) from None
     except (ValueError, RecursionError):
         raise InvalidRequest("restore", str(path), "is no JSON", fix) from None
     versions = VERSION, WITH_CONTENT

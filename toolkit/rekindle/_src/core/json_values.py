@@ -5,7 +5,9 @@ Python's parser holds the interpreter's lock throughout; NumPy, which counts her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import secrets
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 MARKS = (b",", b":", b"[", b"{")  # each stands before or after a value
 BYTES_PER_VALUE = 100  # of a parsed one, at most, without its characters
 BLOCK = 1 << 20
+LONG_STRING = 1 << 18  # bytes from which on a string is taken out of a text before it is parsed
 
 
 class JsonCounts(NamedTuple):
@@ -62,3 +65,52 @@ def _blocks(data: bytes | bytearray) -> Iterator[tuple[int, NDArray[np.uint8], N
             quotes[0] &= not escaped
             escaped = bool(odd[-1])
         yield start, block, quotes
+
+
+class TooMuchJson(ValueError):
+    """A text has more values, or more characters outside of long strings, than are parsed."""
+
+
+def parse_with_long_strings(data: bytes, *, most_values: int, most_text: int) -> Any:
+    """Return the value of a JSON text with long strings of ASCII, such as pictures in base64.
+
+    They are taken out before the parser, which holds the interpreter's lock, sees the text. Raise `TooMuchJson` for
+    more than `most_values` values, or more than `most_text` bytes without them; ValueError for no JSON.
+    """
+    taken = dict[str, str]()
+    if len(data) > LONG_STRING:
+        data = _without_long_strings(data, most_values, taken)
+    if len(data) > most_text:
+        raise TooMuchJson(f"has {len(data):,} bytes of text; at most {most_text:,} are read")
+    if count_values(data, most_values, most_values).values > most_values:
+        raise TooMuchJson(f"has more than {most_values:,} values")
+    value = json.loads(data.decode("utf-8-sig"))  # bytes in UTF-16 would be other values than were counted
+    return _restored(value, taken) if taken else value
+
+
+def _without_long_strings(data: bytes, most_values: int, taken: dict[str, str]) -> bytes:
+    """Return a text with names in the place of long strings, which are added to `taken` by name."""
+    if sum(data.count(b'"', at, at + BLOCK) for at in range(0, len(data), BLOCK)) > 4 * most_values:
+        raise TooMuchJson(f"has more than {most_values:,} values")
+    quotes = quotes_of(data)
+    starts, stops = quotes[0 : len(quotes) // 2 * 2 : 2], quotes[1::2]
+    parts, at, name = list[bytes](), 0, secrets.token_hex(16)  # no text has it by chance or on purpose
+    for index in np.flatnonzero(stops - starts > LONG_STRING).tolist():
+        start, stop = int(starts[index]) + 1, int(stops[index])
+        content = data[start:stop]
+        if content.isascii() and b"\\" not in content:
+            key = f"{name} {index}"
+            taken[key] = content.decode("ascii")
+            parts += [data[at:start], key.encode()]
+            at = stop
+    return b"".join([*parts, data[at:]]) if taken else data
+
+
+def _restored(value: Any, taken: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return taken.get(value, value)
+    if isinstance(value, list):
+        return [_restored(one, taken) for one in value]
+    if isinstance(value, dict):
+        return {taken.get(name, name): _restored(one, taken) for name, one in value.items()}
+    return value

@@ -161,7 +161,7 @@ def _parsed(content: bytes, most: int = MAX_VALUES) -> Any:
     """Return the value of a JSON text. Raise ValueError for more values than there may be, before they are made."""
     if count_values(content, most, most).values > most:
         raise ValueError(f"it has more than {most:,} values")
-    return json.loads(content)
+    return json.loads(content.decode("utf-8-sig"))  # bytes in UTF-16 would be other values than were counted
 
 
 def read_headers(paths: Iterable[Path]) -> tuple[Header, ...]:
