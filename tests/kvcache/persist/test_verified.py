@@ -111,6 +111,14 @@ def test_a_file_that_is_no_prefix_costs_neither_time_nor_memory(
         prefix_file.read(tmp_path / "prefix", STRICT, most=most)
 
 
+def test_the_values_of_an_index_are_bounded(tmp_path: Path) -> None:
+    """They would hold the interpreter's lock while streams run, and its records are not among them."""
+    fields = IDENTITY.fields() | {"leaves": STRICT.leaves, "lists": [[]] * (1 << 19)}
+    index = segment.encode(fields, segment.records_of([chain(0, 1)[0][0]], IDENTITY.page_size))
+    with pytest.raises(StoreError, match=r"makes no sense \(ValueError\('a header of 2,[\d,]+ bytes"):
+        segment.decode(index)
+
+
 def test_no_payload_is_read_before_its_index_is_verified(tmp_path: Path) -> None:
     path = tmp_path / "prefix"
     prefix_file.write(path, IDENTITY, FORGED["other tokens"][0](chain(0, 3)))
@@ -142,7 +150,7 @@ def test_a_header_that_makes_no_sense_is_a_typed_error(tmp_path: Path, header: d
     path.write_bytes(prefix_file.MAGIC + len(index).to_bytes(8, "little") + index)
     with pytest.raises(StoreError):
         prefix_file.read(path, STRICT)
-    if header["leaves"]:
+    if header.get("leaves"):
         with pytest.raises(StoreError, match="no layout of pages"):
             segment.leaves_in(header)
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from project.bounds.records import OURS, PACE, PEER, SHOWN, SMALL, STRANGER, TIME, Bound, Other
+from project.bounds.records import OURS, PACE, PEER, SHOWN, SMALL, STRANGER, TIME, Bound, Other, within
 from rekindle._src.channels import greeting
 from rekindle._src.channels.channel import MessageKind
 from rekindle._src.kvcache import sharing
@@ -79,6 +79,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     },
     "kvcache/persist/segment.py": {
         "MAX_PAGE_SIZE": OURS, "MAX_VISITS": OURS, "_LONGEST_NAME": SMALL, "_LARGEST_NUMBER": SMALL,
+        "_LONGEST_HEADER": within("values of a checkpoint's JSON"),
     },
     "kvcache/sharing.py": {
         "MOST_WANTED": Other("of those that know the secret: 24 bytes each"),

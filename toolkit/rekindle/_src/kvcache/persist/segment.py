@@ -36,6 +36,7 @@ MAX_PAGE_SIZE = 1 << 16  # tokens
 MAX_VISITS = 1 << 30  # of a page; a record has 32 bits for them
 LAST_TIME = 1e11  # seconds since the epoch, in the year 5138
 _LENGTH = 8  # bytes before the header that say how long it is
+_LONGEST_HEADER = 1 << 20  # bytes; that of a model with 100 layers has some 10,000
 _LONGEST_NAME, _LARGEST_NUMBER = 40, 8  # characters of a dtype's name, and bytes of one of its numbers
 
 
@@ -117,9 +118,12 @@ def decode(data: bytes) -> tuple[dict[str, object], NDArray[Any]]:
     body, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
     if blake2b(body, digest_size=DIGEST_SIZE).digest() != digest:
         raise StoreError(f"an index of {len(data)} bytes does not match its checksum")
-    end = _LENGTH + int.from_bytes(body[:_LENGTH], "little")
+    length = int.from_bytes(body[:_LENGTH], "little")
+    end = _LENGTH + length
     try:
-        header = json.loads(body[_LENGTH:end])
+        if length > _LONGEST_HEADER:
+            raise ValueError(f"a header of {length:,} bytes")
+        header = json.loads(body[_LENGTH:end].decode())
         page_size, count = header["page_size"], header["count"]
         if not (type(page_size) is int and 0 < page_size <= MAX_PAGE_SIZE and type(count) is int):
             raise ValueError(f"page_size {page_size!r}, count {count!r}")
