@@ -213,7 +213,6 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
     "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
     "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
-    "toolkit/rekindle/_src/calls/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
     "toolkit/rekindle/_src/calls/tool_functions.py": {
         "inspect.getdoc": USER("a function's docstring", "a docstring"),
         "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
@@ -241,6 +240,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/core/guarded.py": {
         "json.loads": STRANGER("a job, or the answer of a process that may have been overrun", "LONGEST_ANSWER")
     },
+    "toolkit/rekindle/_src/core/json_values.py": {"json.loads": STRANGER("a saved conversation", "MOST_VALUES")},
     "toolkit/rekindle/_src/core/json_lines.py": {"json.loads": USER("a file of answers that is named", "a line")},
     "toolkit/rekindle/_src/core/names.py": {
         "difflib.get_close_matches": STRANGER("a misspelled name", "MAX_NAME; names of another length are passed over"),
@@ -253,7 +253,9 @@ CALLS: dict[str, dict[str, Text]] = {
         "json.loads": STRANGER("the header of a blob, signed", "_MOST_HEADER"),
         "datetime.datetime.fromisoformat": STRANGER("a store's time", "a time"),
     },
-    "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
+    "toolkit/rekindle/_src/kvcache/persist/segment.py": {
+        "json.loads": STRANGER("an index of pages", "_LONGEST_HEADER")
+    },
     "toolkit/rekindle/_src/kvcache/sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
     "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
     "toolkit/rekindle/_src/models/loading/hub.py": {

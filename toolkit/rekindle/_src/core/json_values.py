@@ -71,7 +71,7 @@ class TooMuchJson(ValueError):
     """A text has more values, or more characters outside of long strings, than are parsed."""
 
 
-def parse_with_long_strings(data: bytes, *, most_values: int, most_text: int) -> Any:
+def parse_with_long_strings(data: bytes, *, most_values: int, most_text: int) -> object:
     """Return the value of a JSON text with long strings of ASCII, such as pictures in base64.
 
     They are taken out before the parser, which holds the interpreter's lock, sees the text. Raise `TooMuchJson` for
