@@ -79,8 +79,8 @@ class TrainingCheckpoints:
 
     def _read(self, path: Path) -> KeptTraining:
         numbers, history = path / ITEM / _NUMBERS, path / ITEM / _HISTORY
-        for file in (numbers, history):
-            private_files.check(file, inside=self._store.folder)
+        for part in (numbers, history):
+            private_files.check(part, inside=self._store.folder)
         records = json.loads(read_plain(history, _LARGEST_HISTORY))
         with open_plain(numbers) as file, np.load(file, allow_pickle=False) as arrays:
             count = int(arrays["count"])
