@@ -372,13 +372,13 @@ def test_presets_move_the_sliders(view: ChatView) -> None:
     press(view, "settings")
     assert {"preset:precise", "preset:lively", "preset:as opened"} <= set(names(view))
     press(view, "preset:lively")
-    assert view.tuned() == {"temperature": 1.1, "top_p": 0.98}
+    assert view.moved() == {"temperature": 1.1, "top_p": 0.98}
     on = [control["name"] for control in view.widget.controls if control.get("look") == "on"]
     assert on == ["preset:lively", "settings"]
     press(view, "preset:as opened")
-    assert view.tuned() == {}
+    assert view.moved() == {}
     press(view, "preset:nothing")
-    assert view.tuned() == {}
+    assert view.moved() == {}
 
 
 def test_suggestions_are_sent_when_they_are_pressed(view: ChatView, slow: Session) -> None:

@@ -68,7 +68,7 @@ class Chat:
     ) -> None:  # fmt: skip
         self.session, self.reader, self.writer = session, reader, writer
         self._system, self._options, self._overflow = system, options, overflow
-        self._tuned: dict[str, Any] = {}  # settings that differ from the chat's first ones
+        self._changes: dict[str, Any] = {}  # settings that differ from the chat's first ones
         self._typed = ""  # text of the next message, to be edited
         self._new()
 
@@ -89,7 +89,7 @@ class Chat:
         for text in self._messages():
             command = COMMAND.fullmatch(text)
             if command is None:
-                self.answer(functools.partial(self.conversation.stream, text, **self._tuned))
+                self.answer(functools.partial(self.conversation.stream, text, **self._changes))
             elif (name := command[1].lower()) in ("quit", "exit"):
                 return
             elif name in COMMANDS:
@@ -221,7 +221,7 @@ class Chat:
             self.writer.note(f"  {line}", margin=4)
 
     def go_on(self, argument: str) -> None:
-        self.answer(lambda: self.conversation.continue_answer(**self._tuned))
+        self.answer(lambda: self.conversation.continue_answer(**self._changes))
 
     def again(self, argument: str) -> None:
         message = self._last_message("answer again")
@@ -231,7 +231,7 @@ class Chat:
         self._keep(place + 1)
         before, kept = self.conversation.messages, self.conversation.fork()
         self.conversation.undo()
-        if not self.answer(lambda: self.conversation.stream(text, **{"seed": None, **self._tuned})):
+        if not self.answer(lambda: self.conversation.stream(text, **{"seed": None, **self._changes})):
             self.conversation = kept
         elif self.conversation.messages == before:
             self.note("the same answer once more: /settings lively, or a temperature above 0, draws others")
@@ -244,7 +244,7 @@ class Chat:
         self._keep(place)
         self.conversation.undo()
         if argument:
-            self.answer(lambda: self.conversation.stream(argument, **self._tuned))
+            self.answer(lambda: self.conversation.stream(argument, **self._changes))
         else:
             self._typed = text
             self.note("Write the message anew; /earlier shows this version again")
@@ -283,7 +283,7 @@ class Chat:
             self.note(str(error))
             return
         self.writer.write(self.conversation.messages[-1]["content"])
-        options = {"max_tokens": max(1, self._most() - at), **self._tuned}
+        options = {"max_tokens": max(1, self._most() - at), **self._changes}
         if not self.answer(lambda: self.conversation.continue_answer(**options)):
             self.conversation = whole
 
@@ -367,12 +367,12 @@ class Chat:
         value = value.strip()
         if argument in PRESETS or argument == AS_OPENED:
             own = {} if argument == AS_OPENED else PRESETS[argument].settings
-            kept = {key: number for key, number in self._tuned.items() if key == "max_tokens"}
-            self._tuned = {**kept, **own}
+            kept = {key: number for key, number in self._changes.items() if key == "max_tokens"}
+            self._changes = {**kept, **own}
         elif name == "system":
             self.conversation.system = self._system = value
         elif name in RANGES:
-            if not self._tune(name, value):
+            if not self._change(name, value):
                 return
         elif argument:
             known = [*PRESETS, AS_OPENED, *RANGES, "system"]
@@ -381,7 +381,7 @@ class Chat:
             return
         self._show_settings()
 
-    def _tune(self, name: str, value: str) -> bool:
+    def _change(self, name: str, value: str) -> bool:
         """Take a setting's value. False if it is invalid."""
         try:
             number = int(value) if name == "max_tokens" else float(value)
@@ -391,14 +391,14 @@ class Chat:
         except InvalidRequest as error:
             self.note(str(error))
         else:
-            self._tuned[name] = number
+            self._changes[name] = number
             return True
         return False
 
     def _show_settings(self) -> None:
         own = Sampling.of(self.session.chat_sampling, self._options)
         opened = {name: getattr(own, name) for name in RANGES} | {"max_tokens": self._most()}
-        now = {**opened, **self._tuned}
+        now = {**opened, **self._changes}
         self._list(((f"{name:14}{now[name]:<6g}", one.meaning) for name, one in RANGES.items()), 22)
         self._list([("system", self._system or "none")], 14)
         own_preset = {name: opened[name] for name in next(iter(PRESETS.values())).settings}

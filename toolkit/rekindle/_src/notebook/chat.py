@@ -104,7 +104,7 @@ class ChatView(Live):
             self._written = list(self.messages)
         if system:
             self.system = system
-        self._tuning = False  # the settings are shown
+        self._sliders_shown = False  # the settings are shown
         self._listed: list[str] = []  # the models to choose from, as they were shown last
         self._settings["system"] = self.system
         if self._keeps:
@@ -214,7 +214,7 @@ class ChatView(Live):
             return
         if self._full and self._drops:
             last = last._replace(follows=False)
-        merged = {"max_tokens": self.options.get("max_tokens") or ANSWER_TOKENS, **self.tuned(), **options}
+        merged = {"max_tokens": self.options.get("max_tokens") or ANSWER_TOKENS, **self.moved(), **options}
         if last.follows:
             rest = last.session.fork(last.handle, at=len(last.handle.token_ids), **merged)
             self.last_answer = last._replace(handle=rest, kept=tuple(last.pieces))
@@ -436,7 +436,7 @@ class ChatView(Live):
             self._picking = False
             self._mark(None)
         elif name == "settings":
-            self._tuning = not self._tuning
+            self._sliders_shown = not self._sliders_shown
             self._mark(self.marked)
         elif kind == "preset":
             self.widget.values = {**self.widget.values, **settings.presets(self._settings).get(choice, {})}
@@ -511,7 +511,7 @@ class ChatView(Live):
         session = self._models().get(name)
         if session is None or session is self.session:
             return
-        moved = self.tuned()
+        moved = self.moved()
         self._finish_answer()
         try:
             self._use(session)
@@ -561,10 +561,10 @@ class ChatView(Live):
         ]
         tune = button(
             "settings", "Settings", title="System prompt and sampling, for the next answer", group="say",
-            look="on" if self._tuning else "quiet",
+            look="on" if self._sliders_shown else "quiet",
         )  # fmt: skip
         fork = () if self.marked is None else _FORK
-        drawer = settings.controls(self.widget.values, self._settings) if self._tuning else []
+        drawer = settings.controls(self.widget.values, self._settings) if self._sliders_shown else []
         models = list(self._models())
         if models != self._listed:  # a session's name may have another number
             self._listed = models
@@ -587,15 +587,15 @@ class ChatView(Live):
     def _answer(self, **options: Any) -> None:
         if (system := self.widget.value("system")) != self._settings["system"]:
             self._settings["system"] = self.system = system
-        call = self.session.chat(self.messages, **{**self.options, **self.tuned(), **options})
+        call = self.session.chat(self.messages, **{**self.options, **self.moved(), **options})
         call.submit()
         self.refused = None
         self.last_answer = LastAnswer(call, call, self.session)
         self._mark(None)
 
-    def tuned(self) -> dict[str, float]:
+    def moved(self) -> dict[str, float]:
         """Return the sampling options that were moved in the settings."""
-        return settings.tuned(self.widget.values, self._settings)
+        return settings.moved(self.widget.values, self._settings)
 
     def _finish_answer(self) -> None:
         """Stop the answer, and add its text so far to the messages."""

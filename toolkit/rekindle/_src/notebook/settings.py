@@ -10,7 +10,7 @@ from rekindle._src.notebook.live import Control, button, field, slider
 from rekindle._src.views.answers import AS_OPENED, AS_OPENED_MEANING, PRESETS, RANGES
 from rekindle.errors import InvalidRequest
 
-_TUNED = ("temperature", "top_p")  # what presets are of
+_OF_PRESETS = ("temperature", "top_p")  # what presets are of
 Values = Mapping[str, str]
 
 
@@ -20,7 +20,7 @@ def opened_with(sampling: Sampling, options: Mapping[str, object]) -> dict[str, 
     return values if options.get("max_tokens") is not None else {**values, "max_tokens": str(ANSWER_TOKENS)}
 
 
-def tuned(values: Values, opened: Values) -> dict[str, float]:
+def moved(values: Values, opened: Values) -> dict[str, float]:
     """Return the numbers of moved sliders. The page may send anything; `Sampling` checks the numbers."""
     numbers: dict[str, float] = {}
     for name in RANGES:
@@ -35,14 +35,14 @@ def tuned(values: Values, opened: Values) -> dict[str, float]:
 
 def presets(opened: Values) -> dict[str, dict[str, str]]:
     """Return the presets as values of the sliders."""
-    own = {name: opened[name] for name in _TUNED}
+    own = {name: opened[name] for name in _OF_PRESETS}
     others = {name: {key: str(value) for key, value in one.settings.items()} for name, one in PRESETS.items()}
     return {AS_OPENED: own, **others}
 
 
 def controls(values: Mapping[str, Any], opened: Values) -> list[Control]:
     """Return the controls, the presets first. The one that the sliders are at is on."""
-    now = {name: str(values.get(name, "")) for name in _TUNED}
+    now = {name: str(values.get(name, "")) for name in _OF_PRESETS}
     named = presets(opened)
     on = next((name for name, settings in named.items() if settings == now), "")
     meanings = {AS_OPENED: AS_OPENED_MEANING, **{name: preset.meaning for name, preset in PRESETS.items()}}
