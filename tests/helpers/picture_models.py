@@ -316,8 +316,8 @@ def picture(seed: int, width: int, height: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
-def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], count: int) -> list[int]:
-    """Return transformers' text for a prompt that already has its pictures' places, and no other's."""
+def inputs_of(name: str, token_ids: list[int], pictures: list[Any]) -> dict[str, Any]:
+    """Return the inputs of transformers' model for a prompt that already has its pictures' places, and no other's."""
     import torch
     from PIL import Image
 
@@ -337,9 +337,17 @@ def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], cou
             [images], return_tensors="pt", input_data_format="channels_last"
         )
         inputs = case.inputs(outputs, ids == case.id_of(case.token))
+    return {"input_ids": ids, **inputs}
+
+
+def greedy(name: str, model: Any, token_ids: list[int], pictures: list[Any], count: int) -> list[int]:
+    """Return transformers' text for such a prompt."""
+    import torch
+
+    case, inputs = CASES[name], inputs_of(name, token_ids, pictures)
     options = {"do_sample": False, "max_new_tokens": count, "suppress_tokens": [case.id_of(case.token)]}
     with torch.no_grad():
-        out = model.generate(input_ids=ids, **inputs, **options, **case.generating)
+        out = model.generate(**inputs, **options, **case.generating)
     generated: list[int] = out[0, len(token_ids) :].tolist()
     return generated
 

@@ -228,7 +228,7 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
         ({"steps": 10**6}, "Pass a number from 1 to 512"),
         ({"method": "atp_star", "source": IDS, "steps": 4}, "has no meaning"),
         ({"at": {"heads": 99}}, "at=99"),
-        ({"adapter": "kind"}, "has no gradients yet"),
+        ({"adapter": "kind"}, "is not an adapter of this session"),
         ({"n_steps": 4}, "is not an option of attribute"),
     ],
 )

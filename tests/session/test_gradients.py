@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -12,9 +13,10 @@ import numpy as np
 import pytest
 
 import rekindle
-from helpers import checkpoints
+from golden.make import PROMPT
+from helpers import adapters, checkpoints
 from helpers.sessions import eventually, result_of
-from helpers.small import MODEL, opening, plain, prompt
+from helpers.small import MODEL, OPTIONS, opening, plain, prompt
 from helpers.tapping import relative
 from helpers.thorough import by_default
 from rekindle import Steer
@@ -132,8 +134,10 @@ async def test_streams_go_on_and_a_caller_may_leave() -> None:
         ({"of": lambda logits, captures: captures["q", 0]}, "raised KeyError"),
         ({"prompt": [10**6]}, "is not a token id"),
         ({"prompt": [5] * 65}, "must have 1 to 64 tokens"),
-        ({"adapter": "kind"}, "adapter='kind': has no gradients yet"),
-        ({"images": ["a.png"]}, "images=.*: have no gradients yet"),
+        ({"adapter": "kind"}, "adapter='kind': is not an adapter of this session"),
+        ({"prompt": [IDS, IDS[:4]], "of": [rekindle.logprob(5)]}, "has 1 numbers for 2 prompts"),
+        ({"prompt": [IDS, [10**6]]}, "is not a token id"),
+        ({"images": ["a.png"]}, "images="),
         ({"max_tokens": 4}, "max_tokens=4: is not an option of gradients"),
     ],
 )
@@ -142,6 +146,72 @@ async def test_refused(changes: dict[str, Any], words: str) -> None:
     async with opening(precompile="lazy") as session:
         with pytest.raises(InvalidRequest, match=words):
             await session.gradients(**options)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_prompts_of_one_length_share_a_program_and_a_pass() -> None:
+    """Each has the gradients that it has alone, also with numbers and positions of its own, and with changes."""
+    prompts = [prompt(seed, length) for seed, length in ((1, 9), (2, 12), (3, 16), (4, 20), (5, 11))]
+    numbers: list[Any] = [rekindle.logit_difference(9 + row, 8, position=-1 - row % 2) for row in range(5)]
+    changes: dict[str, Any] = {"steer": Steer(0, np.ones(MODEL.config.hidden_size, np.float32), positions=[4])}
+    at = {"residual": [0], "heads": [LAST], "embedding": True}
+    async with opening(precompile="lazy") as session:
+        owner = GRADIENTS.of(client_of(session).front)
+        assert owner is not None
+        many = await session.gradients(prompts, of=numbers, at=at, **changes)
+        assert owner.compilations <= 2, "one for up to 16 tokens, one for up to 32; or they are stored"
+        assert [one.token_ids for one in many] == [tuple(ids) for ids in prompts]
+        for ids, of, one in zip(prompts, numbers, many, strict=True):
+            alone = await session.gradients(ids, of=of, at=at, **changes)
+            assert abs(one.value - alone.value) < 1e-4 and {*one} == {*alone}
+            for key in one:
+                assert relative(one[key], alone[key]) < 1e-4, key
+        same = await session.gradients(prompts[:2], of=lambda logits, captures: logits[-1, 5] - logits[-1, 8], at=at)
+        first = await session.gradients(prompts[0], of=rekindle.logit_difference(5, 8), at=at)
+        assert relative(same[0]["residual", 0], first["residual", 0]) < 1e-4
+        assert await session.gradients([], of=rekindle.logprob(5), at=at) == []
+
+
+@pytest.mark.parametrize(
+    "name", by_default(["llama", "qwen3-moe", "falcon-h1", "gpt2"], lambda name: name == "qwen3-moe")
+)
+def test_an_adapter_has_the_gradients_of_the_model_that_it_is_merged_into(name: str, tmp_path: Path) -> None:
+    """With products of several ranks, also of experts. Another adapter of its shape is served by the same program."""
+    model = checkpoints.model(raw := checkpoints.CASES[name], checkpoints.tensors(raw, seed=7))
+    experts = ("gate_up_proj", "down_proj") if name == "qwen3-moe" else ()
+    folders = [
+        adapters.write(tmp_path / str(seed), model.config, seed=seed, experts=experts, rank_pattern={"o_proj": 2})
+        for seed in (1, 2)
+    ]
+    options: dict[str, Any] = {**OPTIONS, "precompile": "lazy", "max_adapter_rank": 64}
+    own: dict[str, Any] = {
+        "of": rekindle.logit_difference(5, 7),
+        "at": {"residual": [0], "mlp": [0], "embedding": True},
+    }
+    ids = PROMPT[:11]
+    with rekindle.open_sync(model, **options, adapters={"a": folders[0], "b": folders[1]}) as session:
+        owner = GRADIENTS.of(client_of(session).front)
+        assert owner is not None
+        found = [session.gradients(ids, adapter=adapter, **own).result_sync() for adapter in (None, "a", "b")]
+        assert owner.compilations <= 2
+        many = session.gradients([ids, ids[:9]], adapter="b", **own).result_sync()
+        a = session.attribute(ids, of=own["of"], at={"mlp": [0]}, adapter="a").result_sync()
+        done = session.generate(ids, max_tokens=1, adapter="a", capture=rekindle.Capture({"mlp": 0})).result_sync()
+    expected = [found[0]]
+    for folder in folders:
+        with rekindle.open_sync(model, **options, merge=folder) as session:
+            expected.append(session.gradients(ids, **own).result_sync())
+    for one, right in zip((*found, many[0]), (*expected, expected[-1]), strict=True):
+        assert abs(one.value - right.value) < 1e-3 * max(1.0, abs(right.value))
+        for key in right:
+            assert relative(one[key], right[key]) < 1e-3, key
+    assert (
+        relative(found[1]["embedding"], found[0]["embedding"]) > 0.05 < relative(found[2]["mlp", 0], found[1]["mlp", 0])
+    )
+    assert a.value == found[1].value or abs(a.value - found[1].value) < 1e-4
+    assert done.captured is not None
+    assert relative(a["mlp", 0], (done.captured["mlp", 0] * found[1]["mlp", 0]).sum(axis=-1)) < 1e-3
 
 
 def test_objectives_are_checked_and_shown() -> None:

@@ -40,18 +40,33 @@ class NodeScore(NamedTuple):
         return f"{where}{what}, at {self.token!r} ({self.position})"
 
 
+class EdgeScore(NamedTuple):
+    """One edge, its score, and the change of the number if it alone is patched; None if that was not computed."""
+
+    source: str
+    target: str
+    score: float
+    exact: float | None = None
+
+
 class EdgeScores(NamedTuple):
     """Scores of edges [sources, targets]: from what a node writes into the stream to what another one reads there."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    scores: FloatArray  # 0 where the target comes before the source
+    scores: FloatArray  # 0 where the source does not come before the target
+    patched: tuple[EdgeScore, ...] = ()  # the edges that were patched, too
 
-    def strongest(self, count: int = 10) -> list[tuple[str, str, float]]:
-        """Return the edges with the largest sizes of scores: source, target and score."""
+    def strongest(self, count: int = 10) -> list[EdgeScore]:
+        """Return the edges with the largest sizes of scores, the largest first."""
+        known = {(edge.source, edge.target): edge.exact for edge in self.patched}
         order = np.argsort(-np.abs(self.scores), axis=None, kind="stable")[: max(0, count)]
         pairs = (divmod(int(place), len(self.targets)) for place in order)
-        return [(self.sources[row], self.targets[column], float(self.scores[row, column])) for row, column in pairs]
+        return [
+            EdgeScore(*names, float(self.scores[row, column]), known.get(names))
+            for row, column in pairs
+            for names in [(self.sources[row], self.targets[column])]
+        ]
 
 
 class Attribution(Captured):

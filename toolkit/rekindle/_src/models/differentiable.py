@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.models.base import Graph, Model, merge
+from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener, heard
 from rekindle._src.models.nn.forward import ForwardPass
 from rekindle._src.models.nn.linear import Matrix, Products
@@ -155,12 +156,31 @@ def at_points(point: Point) -> Point:
     return ("residual", layer - 1) if site == "residual_before" and layer else point
 
 
+class Coordinates(NamedTuple):
+    """The places of a prompt's tokens [T] with pictures among them."""
+
+    positions: Array  # [T], or [T, 3] where ropes have coordinates
+    sees: Array  # int32 [T]: the end of each token's picture, where its tokens see each other; else 0
+
+
 class HeadsAttention(PlainAttention):
     """Attention that names the output of its heads, as the site "heads" of `listeners`."""
 
     listeners: Sequence[Listener] = ()  # of the layer that is computed
+    sees: Array | None = None  # as in `Coordinates`
+    _seen: Array | None = None
+
+    def visible(self, spec: AttentionSpec) -> Array:
+        before = super().visible(spec)
+        if self._seen is None:
+            return before
+        place = jnp.arange(before.shape[0])
+        inside = (place < self._seen[:, None]) & (place > place[:, None])
+        window = spec.sliding_window
+        return before | (inside if window is None else inside & (place > place[:, None] - window))
 
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
+        self._seen = self.sees if self._config.sees_pictures_both_ways(layer) else None
         return heard(self.listeners, "heads", layer, super().__call__(layer, q, k, v, sinks))
 
 
@@ -172,14 +192,16 @@ def recomputing_pass(
     added: Mapping[Point, Array],
     listener: Listener = lambda site, layer: None,
     rows: int = 1,
+    places: Coordinates | None = None,
 ) -> PassResult:
     """Compute a prompt [T] with these arrays added at points, after what the listener changes.
 
     The first `length` tokens are the prompt; padding follows. With several `rows`, tokens are those of prompts of one
-    size, one after the other, and `length` may have a number for each.
+    size, one after the other, and `length` may have a number for each. `places` are those of one prompt with pictures.
     """
     size = tokens.shape[0] // rows
     attend = HeadsAttention(module, size, rows)
+    attend.sees = None if places is None else places.sees
     arrays: dict[Point, Array] = {}
 
     def adding(own: Mapping[Point, Array], named: dict[Point, Array]) -> Listener:
@@ -197,7 +219,7 @@ def recomputing_pass(
         return at
 
     outer = listener, adding(added, arrays)
-    positions = jnp.tile(jnp.arange(size, dtype=jnp.int32), rows)
+    positions = jnp.tile(jnp.arange(size, dtype=jnp.int32), rows) if places is None else places.positions
     lengths = jnp.repeat(jnp.broadcast_to(jnp.asarray(length, jnp.int32), rows), size)
     x, tables = module.begin(tokens, positions, lengths, outer)
     x = heard(outer, "residual_before", 0, x)

@@ -123,12 +123,16 @@ class PlainAttention(AttendOwn):
         group, queries = q.shape[1] // k.shape[1], self._lines(q)
         keys, values = (jnp.repeat(self._lines(heads), group, axis=2) for heads in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", queries, keys, precision="highest") * spec.scale
-        position = jnp.arange(self._length)
-        visible = spec.sees(position[:, None] - position)
-        masked = jnp.where(visible, soft_cap(scores, spec.soft_cap), -jnp.inf)
+        masked = jnp.where(self.visible(spec), soft_cap(scores, spec.soft_cap), -jnp.inf)
         weights = jax.vmap(soft_max, (0, None))(masked, sinks)
         out = jnp.einsum("bhts,bshd->bthd", weights, values, precision="highest")
         return out.reshape(-1, *out.shape[2:]).astype(q.dtype)
+
+    def visible(self, spec: AttentionSpec) -> Array:
+        """Return which keys each query sees [T, T]."""
+        position = jnp.arange(self._length)
+        visible: Array = spec.sees(position[:, None] - position)
+        return visible
 
     def _lines(self, x: Array) -> Array:
         """Return x [B·T, …] as [B, T, …] in float32."""

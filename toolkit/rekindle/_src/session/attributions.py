@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from rekindle._src.calls.prompts import PromptLike
 from rekindle._src.capabilities.captures.tapped import TapFacts
 from rekindle._src.capabilities.gradients.corrections import HeadArrays, corrected
+from rekindle._src.capabilities.gradients.edges import EdgeKey, EdgeOutputs, EdgePatchKey, EdgeTable, edge_arguments
 from rekindle._src.capabilities.gradients.paths import (
     PatchKey,
     PathKey,
@@ -25,9 +26,9 @@ from rekindle._src.capabilities.gradients.step import GradientPrompt, public_key
 from rekindle._src.core.captured import Captured, Key
 from rekindle._src.core.records import IntArray
 from rekindle._src.core.taps import SteerLike
-from rekindle._src.evaluation.attribution import Attribution, FloatArray, NodeScore
+from rekindle._src.evaluation.attribution import Attribution, EdgeScore, EdgeScores, FloatArray, NodeScore
 from rekindle._src.session.client import Client
-from rekindle._src.session.gradients import computed, prepared
+from rekindle._src.session.gradients import computed, owner_of, prepared
 from rekindle.errors import InvalidRequest
 
 AttributionMethod = Literal["gradient_x_input", "integrated", "patching", "atp_star"]
@@ -49,8 +50,10 @@ class AttributionOptions(NamedTuple):
     source: PromptLike | None = None
     at: Mapping[str, object] | None = None
     exact: int | Literal["all"] = 0
+    edges: bool = False
     steer: SteerLike | Sequence[SteerLike] = ()
     patch: Captured | None = None
+    adapter: str | Mapping[str, float] | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` for values and combinations that have no meaning."""
@@ -72,6 +75,12 @@ class AttributionOptions(NamedTuple):
         ):
             fix = f"Pass a number from 0 to {MOST_PATCHES}, or 'all'"
             raise InvalidRequest("exact", self.exact, "is not a number of nodes", fix)
+        if not isinstance(self.edges, bool):
+            raise InvalidRequest("edges", self.edges, "must be True or False", "Pass edges=True")
+        if self.edges and self.method != "patching":
+            raise InvalidRequest("edges", True, "are patched from a source", "Use method='patching'")
+        if self.edges and (self.patch is not None or self.steer not in ((), [])):
+            raise InvalidRequest("edges", True, "are those of a model without changes", "Leave out steer and patch")
         if self.steps is None:
             return
         if self.method not in ("integrated", "patching"):
@@ -149,7 +158,7 @@ class _Path:
 async def attribute(client: Client, prompt: PromptLike, options: AttributionOptions) -> Attribution:
     """Compute an attribution; see `Session.attribute`."""
     options.check()
-    base = prepared(client, prompt, options.of, options.steer, options.patch)
+    base = prepared(client, prompt, options.of, options.steer, options.patch, options.adapter)
     points = _points(options, base.facts)
     path = _Path(client, base, _other(client, base, options), points)
     method, number = options.method, getattr(options.of, "__name__", None) or repr(options.of)
@@ -178,6 +187,8 @@ async def attribute(client: Client, prompt: PromptLike, options: AttributionOpti
         assert path.other is not None, "patches come from a source"
         count = options.exact if options.exact != "all" else sum(array.size for array in arrays.values())
         result.patched = await _patched(path, result, count)
+    if options.edges:
+        result.edges = await _edges(path, options, result.value)
     return result
 
 
@@ -286,10 +297,47 @@ async def _patched(path: _Path, result: Attribution, count: int) -> tuple[NodeSc
     return tuple(node._replace(exact=change) for node, change in zip(nodes, changes, strict=False))
 
 
-def _parts(rows: Sequence[Sequence[int]], size: int) -> Iterator[IntArray]:
-    """Yield rows in parts of one size; the last has rows of no node at its end."""
+async def _edges(path: _Path, options: AttributionOptions, value: float) -> EdgeScores:
+    """Return the scores of all edges, and the exact changes of the strongest."""
+    prompt, client, other = path.prompt, path.client, path.other
+    assert other is not None, "patches come from a source"
+    graph, key = client.engine.device.model.graph, prompt.key(path.points)
+    if any(leaf.endswith(".scalar") for leaf in graph.paths):
+        raise InvalidRequest("edges", True, "have no meaning where layers multiply the stream", "Leave it out")
+    table = EdgeTable.of(graph.config, prompt.facts)
+    owner_of(client).check_edges(prompt.size, *table.widths)
+    places, weights = np.polynomial.legendre.leggauss(options.steps) if options.steps else ([1.0], [2.0])
+    none, total = np.zeros((0, 2), np.int32), np.zeros(table.widths)
+
+    def taken(outputs: EdgeOutputs) -> FloatArray:
+        return np.array(outputs.scores)
+
+    for place, weight in zip(places, weights, strict=True):
+        arguments = edge_arguments(prompt, other, (1 + float(place)) / 2, none)
+        total += weight / 2 * await computed(client, EdgeKey(key, table), arguments, taken)
+    names = [tuple(name for nodes in side for name in nodes.names) for side in table]
+    scores = EdgeScores(names[0], names[1], total.astype(np.float32))
+    before = table.reaches()
+    count = int(before.sum()) if options.exact == "all" else options.exact
+    if count > MOST_PATCHES:
+        problem = f"are {count:,} edges, over {MOST_PATCHES:,}"
+        raise InvalidRequest("exact", "all", problem, "Pass a number of the strongest")
+    order = np.argsort(-np.where(before, np.abs(total), -1.0), axis=None, kind="stable")[:count]
+    chosen = [divmod(int(edge), total.shape[1]) for edge in order]
+    patches, values = EdgePatchKey(key, table), list[float]()
+    for part in _parts(chosen, patches.rows, 2):
+        values += await computed(client, patches, edge_arguments(prompt, other, 1.0, part), _numbers)
+    patched = [
+        EdgeScore(names[0][row], names[1][column], float(scores.scores[row, column]), exact - value)
+        for (row, column), exact in zip(chosen, values, strict=False)
+    ]
+    return scores._replace(patched=tuple(patched))
+
+
+def _parts(rows: Sequence[Sequence[int]], size: int, width: int = 3) -> Iterator[IntArray]:
+    """Yield rows in parts of one size; the last has rows of no node, or no edge, at its end."""
     for start in range(0, len(rows), size):
-        part = np.full((size, 3), -1, np.int32)
+        part = np.full((size, width), -1, np.int32)
         own = rows[start : start + size]
         part[: len(own)] = own
         yield part

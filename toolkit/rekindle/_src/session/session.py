@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, Protocol, Self, TypeVar, Unpack, cast, overload
 
 from rekindle._src.calls.call import Call, Once
 from rekindle._src.calls.content import KeyedOptions
@@ -391,7 +391,8 @@ class Session(OpenModel, RolloutRequests):
             fix = "Open it without quantize, or a file of integers as floats: rekindle export FILE FOLDER --type f32"
             raise InvalidRequest("session", repr(self), f"can't be trained: {error}", fix) from None
 
-    def gradients(
+    @overload
+    def gradients(  # type: ignore[overload-overlap]
         self,
         prompt: PromptLike,
         *,
@@ -399,8 +400,32 @@ class Session(OpenModel, RolloutRequests):
         at: Mapping[str, object],
         steer: SteerLike | Sequence[SteerLike] = (),
         patch: Captured | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: object = None,
+    ) -> Call[Gradients]: ...
+    @overload
+    def gradients(
+        self,
+        prompt: Sequence[PromptLike],
+        *,
+        of: Objective | ObjectiveFunction | Sequence[Objective | ObjectiveFunction],
+        at: Mapping[str, object],
+        steer: SteerLike | Sequence[SteerLike] = (),
+        patch: Captured | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+    ) -> Call[list[Gradients]]: ...
+    def gradients(
+        self,
+        prompt: PromptLike | Sequence[PromptLike],
+        *,
+        of: Objective | ObjectiveFunction | Sequence[Objective | ObjectiveFunction],
+        at: Mapping[str, object],
+        steer: SteerLike | Sequence[SteerLike] = (),
+        patch: Captured | None = None,
+        adapter: str | Mapping[str, float] | None = None,
+        images: object = None,
         **unknown: Never,
-    ) -> Call[Gradients]:
+    ) -> Call[Any]:
         """Await it for the gradients of a number at sites inside the model, a line for each token of the prompt.
 
             g = await session.gradients(prompt, of=rekindle.logprob(" Paris"), at={"residual": [4, 8]})
@@ -409,8 +434,12 @@ class Session(OpenModel, RolloutRequests):
         `of` is `rekindle.logprob(token)`, `rekindle.logit_difference(token, other)`, or a pure JAX function of the
         logits [tokens, vocabulary] and of the arrays at the sites, by the keys of the result, that returns one float.
         `at` maps sites to layers as in `Capture`. It has "embedding" in addition, `{"embedding": True}`, and "heads",
-        the output of each head of attention. The gradient is that of zeros added at each site. `steer` and `patch` are
-        the options of `generate`.
+        the output of each head of attention. The gradient is that of zeros added at each site. `steer`, `patch`,
+        `adapter` and, for one prompt, `images` are the options of `generate`. A program serves all adapters of one
+        shape; of pictures, "embedding" is the encoder's rows.
+
+        A list of prompts returns a list of gradients. Prompts of one program's length are computed together, and `of`
+        is one number for all, or a list with one for each.
 
         The whole prompt is computed in float32 with the session's weights, whatever they are stored in: 8 and 4 bits
         are widened matrix by matrix, and rows are not rounded. Layers are computed again in the backward pass, which
@@ -420,7 +449,7 @@ class Session(OpenModel, RolloutRequests):
         from rekindle._src.session.gradients import check_options, gradients  # a first text needs none of it
 
         check_options(unknown, "gradients")
-        return Once(gradients, self._client, prompt, of, at, steer, patch, name="gradients")
+        return Once(gradients, self._client, prompt, of, at, steer, patch, adapter, images, name="gradients")
 
     def tune(
         self,
@@ -497,8 +526,10 @@ class Session(OpenModel, RolloutRequests):
         source: PromptLike | None = None,
         at: Mapping[str, object] | None = None,
         exact: int | Literal["all"] = 0,
+        edges: bool = False,
         steer: SteerLike | Sequence[SteerLike] = (),
         patch: Captured | None = None,
+        adapter: str | Mapping[str, float] | None = None,
         **unknown: Never,
     ) -> Call[Attribution]:
         """Await it for how much each token, and each node inside the model, adds to a number after a prompt.
@@ -507,9 +538,9 @@ class Session(OpenModel, RolloutRequests):
             a.scores            # float32 [tokens]: of each token's embedding
             a["heads", 3]       # float32 [tokens, heads]: of each head's output
 
-        `of`, `steer` and `patch` are as in `gradients`. `at` names the nodes' sites and layers, as there; by default
-        they are all heads and MLPs, and embeddings always are. A node's score is the product of a gradient and a
-        change of its array:
+        `of`, `steer`, `patch` and `adapter` are as in `gradients`. `at` names the nodes' sites and layers, as there; by
+        default they are all heads and MLPs, and embeddings always are. A node's score is the product of a gradient and
+        a change of its array:
 
         method              | gradient                                  | change
         --------------------|-------------------------------------------|---------------------------------------------
@@ -526,12 +557,16 @@ class Session(OpenModel, RolloutRequests):
         in place of the prompt's: above 0 if that raises it. With a corrupt prompt and a clean source that is denoising,
         and noising the other way round. With `steps` its gradient is the mean over the path to the source. The `exact`
         strongest nodes, or "all", are really patched, one at a time: `a.patched` has both numbers.
+
+        With `edges`, patching also scores each path from one node to another: `a.edges` has a line for what each head
+        and MLP writes into the residual stream, and a column for each query, key, value and MLP that reads it, summed
+        over positions. Its `exact` strongest are patched, too: `a.edges.strongest()`.
         """
         from rekindle._src.session.attributions import AttributionOptions, attribute  # a first text needs none of it
         from rekindle._src.session.gradients import check_options
 
         check_options(unknown, "attribute")
-        options = AttributionOptions(of, method, steps, baseline, source, at, exact, steer, patch)
+        options = AttributionOptions(of, method, steps, baseline, source, at, exact, edges, steer, patch, adapter)
         return Once(attribute, self._client, prompt, options, name="attribute")
 
     # Adapters, and sleep.

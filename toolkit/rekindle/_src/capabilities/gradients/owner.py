@@ -10,10 +10,15 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from rekindle._src.capabilities.adapters.request import AdapterLike
+from rekindle._src.capabilities.gradients.adapted import AdapterArrays, arrays_of
+from rekindle._src.capabilities.gradients.seen import SeenRows, seen_rows
 from rekindle._src.capabilities.plans import Owner
 from rekindle._src.core import words
+from rekindle._src.core.prompt_rows import PromptRows
 from rekindle._src.dispatch.apart import JobThreads
 from rekindle._src.dispatch.backend import Services, SessionService
+from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.base import Graph
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.plan import ProgramPlan
@@ -62,10 +67,20 @@ class GradientPrograms(Owner):
     def check(self, size: int, *, whole: bool) -> None:
         """Raise `InvalidRequest` if a prompt of this size would need too much memory; `whole`: it has all logits."""
         model = self._plan.model
-        needed = 4 * max(4 * model.num_heads * size * size, 2 * model.vocab_size * size if whole else 0)
-        if needed > MOST_BYTES:
-            problem = f"needs {words.mebibytes(needed)} for a gradient, over {words.mebibytes(MOST_BYTES)}"
-            raise InvalidRequest("prompt", f"{size} tokens", problem, "Pass a shorter prompt")
+        _check(size, 4 * max(4 * model.num_heads * size * size, 2 * model.vocab_size * size if whole else 0))
+
+    def check_edges(self, size: int, sources: int, targets: int) -> None:
+        """Raise `InvalidRequest` if the edges of a prompt of this size would need too much memory."""
+        _check(size, 4 * size * self._plan.model.hidden_size * (3 * sources + targets))
+
+    def adapter_arrays(self, adapter: AdapterLike) -> AdapterArrays:
+        """Return an adapter's products as operands of programs."""
+        assert isinstance(adapter, Adapter), "a session's own"
+        return arrays_of(adapter, self._plan.model)
+
+    def seen_rows(self, use: PromptRows, length: int, size: int) -> SeenRows:
+        """Return the rows of a prompt's pictures as operands of programs."""
+        return seen_rows(use, length, size, self._plan.model)
 
     def program(self, key: ProgramKey[Operands, Outputs_co]) -> Callable[[Sequence[jax.Array], Operands], Outputs_co]:
         """Return a program: one that was made before, the stored one, or one that is compiled now and stored."""
@@ -99,6 +114,12 @@ class GradientPrograms(Owner):
         with self._lock:
             self._compiled.clear()
         return 0
+
+
+def _check(size: int, needed: int) -> None:
+    if needed > MOST_BYTES:
+        problem = f"needs {words.mebibytes(needed)} for a gradient, over {words.mebibytes(MOST_BYTES)}"
+        raise InvalidRequest("prompt", f"{size} tokens", problem, "Pass a shorter prompt")
 
 
 GRADIENTS: SessionService[GradientPrograms] = SessionService("gradients")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from rekindle._src.capabilities.gradients.adapted import deltas_of
 from rekindle._src.capabilities.gradients.request import Point
 from rekindle._src.capabilities.gradients.step import (
     EditArrays,
@@ -85,7 +86,7 @@ class PathKey(NamedTuple):
         rows = self.rows
 
         def compute(leaves: Sequence[Array], arguments: PathArguments) -> PathOutputs:
-            module, prompt = module_of(wide, leaves), arguments.prompt
+            module, prompt = module_of(wide, leaves, deltas_of(arguments.prompt.adapter)), arguments.prompt
             listener = _path_listener(module, self, arguments)
             tokens = jnp.tile(prompt.tokens, rows)
 
@@ -192,7 +193,7 @@ class PatchKey(NamedTuple):
         rows = self.rows
 
         def compute(leaves: Sequence[Array], arguments: PatchArguments) -> Array:
-            module, prompt = module_of(wide, leaves), arguments.prompt
+            module, prompt = module_of(wide, leaves, deltas_of(arguments.prompt.adapter)), arguments.prompt
 
             def run(tokens: Array, added: Mapping[Point, Array], rows: int) -> PassResult:
                 edits = [_repeated(edit, rows) for edit in prompt.edits]
