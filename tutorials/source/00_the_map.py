@@ -42,7 +42,7 @@ HTML(f"<div>{picture.read_text(encoding='utf-8')}{SCRIPT}</div>")
 # |---|---|
 # | **use a model** | [01](01_first_tokens.ipynb), [18](18_a_real_model.ipynb), [14](14_objects_instead_of_text.ipynb), [21](21_tools_and_agents.ipynb), [20](20_a_thousand_rows.ipynb), [26](26_pictures.ipynb), [08](08_streams_and_tasks.ipynb), [13](13_serving.ipynb), [17](17_adapters.ipynb), [32](32_why_no_call.ipynb), [31](31_tokens.ipynb) |
 # | **know how it works** | [02](02_what_a_step_does.ipynb), [03](03_continuous_batching.ipynb), [19](19_the_roofline.ipynb), [05](05_prefix_cache.ipynb), [04](04_sampling.ipynb), [27](27_your_own_engine.ipynb), [28](28_your_own_engine_finished.ipynb), [29](29_long_context.ipynb), [30](30_what_it_costs.ipynb), [33](33_experts.ipynb), [34](34_four_bits.ipynb), [22](22_speculation.ipynb), [09](09_paged_attention_in_pallas.ipynb), [12](12_dispatch_loop.ipynb), [24](24_several_devices.ipynb), [25](25_replicas_and_routing.ipynb) |
-# | **do research** | [15](15_inside_the_model.ipynb), [11](11_logits_processor.ipynb), [16](16_train_with_rewards.ipynb), [10](10_bring_your_own_checkpoint.ipynb), [23](23_recurrent_state.ipynb), [07](07_warm_restarts.ipynb), [06](06_memory_tiers.ipynb) |
+# | **do research** | [15](15_inside_the_model.ipynb), [35](35_which_words.ipynb), [11](11_logits_processor.ipynb), [16](16_train_with_rewards.ipynb), [10](10_bring_your_own_checkpoint.ipynb), [23](23_recurrent_state.ipynb), [07](07_warm_restarts.ipynb), [06](06_memory_tiers.ipynb) |
 #
 # On each page, cells that show something follow a question. Write your guess down, run the cell, and unfold our answer: a folded cell asserts the figures that it has in bold.
 #
