@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.adapters.writing import write_folder
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
@@ -85,6 +87,7 @@ def test_heads_of_a_hybrid_lie_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_llama_cpps_own_converter_writes_the_same_adapter(tmp_path: Path) -> None:
+    """Of a folder in PEFT's form, and of one that a session saved, as it does after a training."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     script, commands = llama_cpp_source() / "convert_lora_to_gguf.py", []
@@ -92,15 +95,22 @@ def test_llama_cpps_own_converter_writes_the_same_adapter(tmp_path: Path) -> Non
     for case in cases:
         raw = {**checkpoints.CASES[case], **({"mtp_num_hidden_layers": 1} if case == "qwen3.5" else {})}
         base = checkpoints.write(tmp_path / case / "base", raw)
-        adapters.write(tmp_path / case / "peft", config_from_hf(checkpoints.CASES[case]), rank=4)
-        commands.append(["", "--base", base, "--outfile", tmp_path / case / "adapter.gguf", tmp_path / case / "peft"])
+        config = config_from_hf(checkpoints.CASES[case])
+        adapter = read_adapter(adapters.write(tmp_path / case / "peft", config, rank=4), "x", config)
+        write_folder(
+            dataclasses.replace(adapter, trained_on="4 bits"), tmp_path / case / "saved", sites_of(config), "it"
+        )
+        commands += [
+            ["", "--base", base, "--outfile", tmp_path / case / f"{name}.gguf", tmp_path / case / name]
+            for name in ("peft", "saved")
+        ]
     each = f"import runpy, sys\nsys.path.insert(0, {str(script.parent)!r})\n"  # one process, which imports torch once
     for command in commands:
         each += f"sys.argv = {[*map(str, command)]}\nrunpy.run_path({str(script)!r}, run_name='__main__')\n"
     run_python("-c", each)
     for case in cases:
         config, folder = config_from_hf(checkpoints.CASES[case]), tmp_path / case
-        digests = {read_adapter(folder / name, "x", config).digest for name in ("peft", "adapter.gguf")}
+        digests = {read_adapter(folder / name, "x", config).digest for name in ("peft", "peft.gguf", "saved.gguf")}
         assert len(digests) == 1, case
 
 
