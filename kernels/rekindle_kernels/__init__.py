@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         greedy,
         top_k,
     )
+    from rekindle_kernels.packed_pages import PACKED, PackedDtype
     from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
     from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
@@ -101,6 +102,7 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
     ),
     "ops.registry": "Implementation Registry current_platform",
     "ops.sampling": "Choice SMALL_TOP_K SamplingCall Wanted draw draws_in_one_call greedy top_k",
+    "packed_pages": "PACKED PackedDtype",
     "pages": "LayerKV gather_pages scatter_pages storage_dtype",
     "xla.linear": "exact_precision narrow_dtype quantize_rows",
 }
@@ -110,7 +112,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens", "AdapterCall", "AddKeysCall", "AttentionCall", "AttentionInputs", "AttentionOptions",
     "AttentionSums", "BackgroundBuild", "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE",
     "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall",
-    "OPERATIONS", "RaggedBatch",
+    "OPERATIONS", "PACKED", "PackedDtype", "RaggedBatch",
     "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
     "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution",
     "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",

@@ -15,6 +15,16 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import DTypeLike
 
+from rekindle_kernels.packed_pages import (
+    PackedDtype,
+    bits_of,
+    format_of,
+    packed_dtype,
+    quantize_four_bits,
+    rotate,
+    unpack,
+)
+
 LANES = 128  # of a TPU's registers and tiles
 _HELD = {"uint16": "bfloat16", "uint8": "float8_e4m3fn"}  # the dtypes whose bits a leaf holds, on CPU
 
@@ -30,11 +40,14 @@ class LayerKV(NamedTuple):
     """
 
     pages: Array  # [P, 2, K, S, D], or [P, 1, K, S, D]
-    scales: Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of int8 or fp8 pages
+    scales: Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of narrow pages
+    values: Array | None = None  # uint8 [P, 1, K, S, D/2] of packed pages, whose `pages` [P, 1, K, S, …] are keys alone
 
     @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of the values; `pages` may hold their bits under another."""
+    def dtype(self) -> jnp.dtype | PackedDtype:
+        """The dtype of the numbers; `pages` may hold their bits under another."""
+        if self.values is not None:
+            return format_of(self.pages, self.values)
         return jnp.dtype(_HELD.get(self.pages.dtype.name, self.pages.dtype))
 
     @property
@@ -44,7 +57,17 @@ class LayerKV(NamedTuple):
     @property
     def latent(self) -> bool:
         """True if values are a part of the keys."""
-        return self.pages.shape[1] == 1
+        return self.pages.shape[1] == 1 and self.values is None
+
+    @property
+    def integers(self) -> bool:
+        """True if the numbers are integers, which scales multiply."""
+        return self.values is not None or self.pages.dtype == jnp.int8
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The arrays of numbers [P, parts, K, S, …]. Their parts, one after the other, are keys and values."""
+        return (self.pages,) if self.values is None else (self.pages, self.values)
 
     @property
     def kv_heads(self) -> int:
@@ -57,7 +80,13 @@ class LayerKV(NamedTuple):
     @property
     def head_dim(self) -> int:
         """The width of the stored vectors, at least as large as the head dimension of the keys written to them."""
-        return self.pages.shape[4]
+        return self.pages.shape[4] if self.values is None else 2 * self.values.shape[4]
+
+    def part(self, number: int) -> tuple[Array, int]:
+        """Return the array with keys, 0, or values, 1, and their place on its second axis. Latent pages are both."""
+        if self.values is not None:
+            return self.arrays[number], 0
+        return self.pages, 0 if self.latent else number
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
@@ -77,8 +106,8 @@ def stored_head_dim(head_dim: int, platform: str) -> int:
 
 
 def needs_scales(dtype: DTypeLike) -> bool:
-    """True if pages of this dtype, one byte per number, carry a scale per token and head."""
-    return jnp.dtype(dtype).itemsize == 1
+    """True if pages of this dtype, at most a byte per number, carry a scale per token and head."""
+    return packed_dtype(dtype) is not None or jnp.dtype(dtype).itemsize == 1
 
 
 def largest_magnitude(values: Array, least: float = 0.0) -> Array:
@@ -107,7 +136,9 @@ def as_stored(values: Array, kv: LayerKV) -> Array:
 
 
 def as_values(stored: Array, kv: LayerKV) -> Array:
-    """Return numbers read from `kv`'s pages in the dtype of its values, without applying scales."""
+    """Return numbers read from `kv`'s pages in the dtype of its values, without applying scales; codes become int8."""
+    if kv.values is not None:
+        return unpack(stored) if bits_of(stored) == 4 else stored
     return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
 
 
@@ -117,20 +148,37 @@ def widened(vectors: Array, kv: LayerKV) -> Array:
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
 
 
-def _written(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> tuple[Array, Array | None]:
-    """Return keys, and values where they are stored, as [T, 2 or 1, K, D] of what pages store, and the new scales."""
-    values, scales = k[:, None] if v is None else jnp.stack([k, v], axis=1), kv.scales
-    if scales is not None:
-        values, factors = quantize(values, kv.dtype)
-        scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
-    return as_stored(values, kv), scales
+def turned(vectors: Array, kv: LayerKV) -> Array:
+    """Return queries, keys, values or results [..., D] as `kv` stores its vectors, or back again: the same rotation
+    does both. Only packed pages are rotated.
+    """
+    return vectors if kv.values is None else rotate(vectors)
+
+
+def _written(kv: LayerKV, k: Array, v: Array | None) -> LayerKV:
+    """Return keys, and values where they are stored, as the pages store them: leaves [T, parts, K, …]."""
+    if kv.values is not None:
+        assert v is not None, "packed pages have values"
+        halves = [rotate(x.astype(jnp.float32)) for x in (k, v)]
+        (keys, key_scales), (values, value_scales) = (
+            quantize_four_bits(half) if bits_of(array) == 4 else quantize(half, array.dtype)
+            for half, array in zip(halves, kv.arrays, strict=True)
+        )
+        return LayerKV(keys[:, None], jnp.stack([key_scales, value_scales], axis=1), values[:, None])
+    numbers, scales = k[:, None] if v is None else jnp.stack([k, v], axis=1), None
+    if kv.scales is not None:
+        numbers, scales = quantize(numbers, jnp.dtype(kv.dtype))
+    return LayerKV(as_stored(numbers, kv), scales)
 
 
 def write_kv(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> LayerKV:
-    """Implement `ops.attention.write_kv` as one XLA scatter (and one for the scales)."""
-    stored, scales = _written(kv, k, v, page_ids, offsets)
-    # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
-    return LayerKV(kv.pages.at[page_ids, :, :, offsets].set(stored, mode="promise_in_bounds"), scales)
+    """Implement `ops.attention.write_kv` as one XLA scatter of each leaf."""
+
+    def put(leaf: Array, new: Array) -> Array:
+        # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
+        return leaf.at[page_ids, :, :, offsets].set(new, mode="promise_in_bounds")
+
+    return jax.tree.map(put, kv, _written(kv, k, v))
 
 
 def write_kv_rows(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> LayerKV:
@@ -139,12 +187,17 @@ def write_kv_rows(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offse
     XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
     single kv head. A matrix has one order only.
     """
-    vectors, head_dim = kv.pages.shape[1] * kv.kv_heads, kv.head_dim
-    stored, scales = _written(kv, k, v, page_ids, offsets)
-    first = page_ids[:, None] * vectors + jnp.arange(vectors, dtype=jnp.int32)
-    rows = (first * kv.page_size + offsets[:, None]).reshape(-1)
-    flat = kv.pages.reshape(-1, head_dim).at[rows].set(stored.reshape(-1, head_dim), mode="promise_in_bounds")
-    return LayerKV(flat.reshape(kv.pages.shape), scales)
+
+    def put(leaf: Array, new: Array) -> Array:
+        if leaf.ndim == 4:  # scales
+            return leaf.at[page_ids, :, :, offsets].set(new, mode="promise_in_bounds")
+        vectors, width = leaf.shape[1] * leaf.shape[2], leaf.shape[4]
+        first = page_ids[:, None] * vectors + jnp.arange(vectors, dtype=jnp.int32)
+        rows = (first * kv.page_size + offsets[:, None]).reshape(-1)
+        flat = leaf.reshape(-1, width).at[rows].set(new.reshape(-1, width), mode="promise_in_bounds")
+        return flat.reshape(leaf.shape)
+
+    return jax.tree.map(put, kv, _written(kv, k, v))
 
 
 def gather_pages(kv: LayerKV, ids: Array) -> LayerKV:

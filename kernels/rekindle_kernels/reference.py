@@ -7,7 +7,7 @@ from jax import Array, lax
 
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.pages import LayerKV, as_values
+from rekindle_kernels.pages import LayerKV, as_values, turned
 
 
 def sequence_keys_values(kv: LayerKV, pages: Array) -> tuple[Array, Array]:
@@ -15,7 +15,8 @@ def sequence_keys_values(kv: LayerKV, pages: Array) -> tuple[Array, Array]:
 
     Latent pages are both.
     """
-    numbers = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2 or 1, K, S, D]
+    parts = [as_values(array[pages], kv).astype(jnp.float32) for array in kv.arrays]
+    numbers = jnp.concatenate(parts, axis=1)  # [W, 2 or 1, K, S, D]
     if kv.scales is not None:
         numbers = numbers * kv.scales[pages][..., None]
     flat = numbers.transpose(1, 0, 3, 2, 4).reshape(numbers.shape[1], -1, kv.kv_heads, kv.head_dim)
@@ -62,7 +63,12 @@ def attend(
 
 def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Implement `ops.attention.paged_attention`, one sequence after the other."""
-    q, decode_rows, kv_lens, cu_q_lens = inputs.q, options.decode_rows, inputs.kv_lens, inputs.cu_q_lens
+    q, decode_rows, kv_lens, cu_q_lens = (
+        turned(inputs.q, inputs.kv),
+        options.decode_rows,
+        inputs.kv_lens,
+        inputs.cu_q_lens,
+    )
     token = jnp.arange(q.shape[0])
     # A decode row is a sequence with one query; prefill sequences beyond num_prefills have none.
     rows = jnp.arange(decode_rows)
@@ -82,7 +88,7 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         return jnp.where(inside[:, None, None], result, out)
 
     out = lax.fori_loop(0, kv_lens.shape[0], add_sequence, jnp.zeros(q.shape, jnp.float32))
-    return out.astype(q.dtype)
+    return turned(out, inputs.kv).astype(q.dtype)
 
 
 ATTENTION = Implementation("reference", attention, anything)

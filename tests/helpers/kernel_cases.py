@@ -94,6 +94,24 @@ LATENT = (
     Case("latent_int8_pages", **MIXED, kv_heads=1, head_dim=72, value_size=64, kv_dtype="int8"),
 )
 
+# Pages of keys and values in fewer bits than a byte, rotated, which Pallas kernels leave to XLA.
+PACKED = (
+    Case("int8_int4_mixed", **MIXED, head_dim=64, kv_dtype="int8-int4"),
+    Case("int8_int4_one_row_and_one_head", decode=(700,), heads=1, kv_heads=1, head_dim=32, kv_dtype="int8-int4"),
+    Case(
+        "int8_int4_window_soft_cap_sinks", **MIXED, head_dim=64, kv_dtype="int8-int4", sliding_window=9, soft_cap=5.0,
+        sinks=True,
+    ),
+    Case("int8_int4_bfloat16_queries", **MIXED, heads=14, head_dim=64, dtype="bfloat16", kv_dtype="int8-int4"),
+    Case("int8_int4_blocks_of_32", **MIXED, head_dim=96, kv_dtype="int8-int4"),
+    Case(
+        "int8_int4_long", decode=(700, 3, 0, 260), prefill=((200, 600),), head_dim=128, page_size=32,
+        kv_dtype="int8-int4",
+    ),
+    Case("int4_mixed", **MIXED, head_dim=64, kv_dtype="int4"),
+    Case("int4_bidirectional", prefill=((5, 5), (33, 33)), head_dim=64, padding=10, causal=False, kv_dtype="int4"),
+)  # fmt: skip
+
 # Queries that see the keys after them, too: texts to embed, each of them whole in one step.
 WHOLE = {"prefill": ((5, 5), (33, 33), (1, 1), (200, 200)), "idle_prefills": 1, "padding": 10, "causal": False}
 BIDIRECTIONAL = (
@@ -179,8 +197,7 @@ def filled_pages(
     kv = init_pages(allocated, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
     if poison:
         if kv.scales is not None:
-            scales = np.full(kv.scales.shape, np.nan, kv.scales.dtype)
-            kv = LayerKV(jnp.asarray(np.full(kv.pages.shape, 127, kv.pages.dtype)), jnp.asarray(scales))
+            kv = jax.tree.map(lambda leaf: jnp.full(leaf.shape, jnp.nan if leaf is kv.scales else 127, leaf.dtype), kv)
         else:
             nan = np.full(kv.pages.shape, np.nan, kv.dtype)
             kv = LayerKV(jnp.asarray(nan.view(kv.pages.dtype)))

@@ -34,16 +34,17 @@ def attend(q, kv, table, lens, ends, prompts, rows):
 """
 CASES = {
     "write": """
-for dtype in ("float32", "bfloat16"):
+for dtype in ("float32", "bfloat16", "int8-int4"):
     kv = pages(dtype)
     for far in FAR:
         for ids, offsets in (([far, 3], [0, 0]), ([3, 3], [far if far != 8 else 16, 0])):
             got = jax.jit(attention.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
-            changed = np.flatnonzero((np.asarray(got.pages) != np.asarray(kv.pages)).any(axis=(1, 2, 3, 4)))
-            assert set(changed) <= {0, 3}, changed
+            for new, old in zip(jax.tree.leaves(got), jax.tree.leaves(kv), strict=True):
+                differs = (np.asarray(new) != np.asarray(old)).reshape(8, -1)
+                assert set(np.flatnonzero(differs.any(axis=1))) <= {0, 3}, differs
 """,
     "decode": """
-for dtype in ("float32", "bfloat16", "int8"):
+for dtype in ("float32", "bfloat16", "int8", "int8-int4"):
     kv, q = pages(dtype), floats(3, 4, 64)
     run = lambda table, lens: np.asarray(attend(q, kv, ints(table), ints(lens), ints([0]), jnp.int32(0), 3))
     good = run([[1, 2], [3, 4], [5, 6]], [20, 32, 7])
@@ -53,7 +54,7 @@ for dtype in ("float32", "bfloat16", "int8"):
         np.testing.assert_array_equal(lens[::2], good[::2])
 """,
     "prefill": """
-for dtype in ("float32", "bfloat16", "int8"):
+for dtype in ("float32", "bfloat16", "int8", "int8-int4"):
     kv, q = pages(dtype), floats(40, 4, 64)
     table = ints([[1, 2], [3, 4], [5, 6]])
     run = lambda lens, ends, count, table=table: np.asarray(

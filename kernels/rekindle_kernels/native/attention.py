@@ -12,9 +12,20 @@ from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_table import DECODE, DTYPES, PREFILL, WRITTEN
+from rekindle_kernels.native.kernel_table import (
+    DECODE,
+    DECODE_PACKED,
+    DTYPES,
+    PREFILL,
+    PREFILL_PACKED,
+    WRITE_PACKED,
+    WRITTEN,
+    KernelSpec,
+    Variant,
+)
 from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions, RopeCall, WriteCall
 from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.packed_pages import PACKED
 from rekindle_kernels.pages import LayerKV
 from rekindle_kernels.xla import attention as plain_attention
 
@@ -26,17 +37,45 @@ LANES = 16  # numbers of a vector
 FURTHEST = 1 << 30  # keys, more than any sequence has
 
 
+def packed_variant(spec: KernelSpec, dtype: str, head_dim: int) -> Variant:
+    """Return the kernel of a table of `kernel_table.PACKED` for a format of packed pages."""
+    return spec.variant(dtype.replace("-", ""), head_dim)
+
+
+def attention_variants(dtype: str, head_dim: int) -> tuple[Variant, Variant]:
+    """Return the kernels of decode rows and of prompts for pages of that dtype."""
+    if dtype in PACKED:
+        return packed_variant(DECODE_PACKED, dtype, head_dim), packed_variant(PREFILL_PACKED, dtype, head_dim)
+    return DECODE.variant(dtype, head_dim), PREFILL.variant(dtype, head_dim)
+
+
 def write(kv: LayerKV, k: Array, v: Array, page_ids: Array, offsets: Array) -> LayerKV:
     """Implement `ops.attention.write_kv`."""
     operands = {"pages": kv.pages, "k": k.astype(jnp.float32), "v": v.astype(jnp.float32)}
-    (written,) = call(
-        kernel_table.WRITE_KV.variant(kv.dtype.name), {**operands, "page_ids": page_ids, "offsets": offsets}
-    )
+    operands |= {"page_ids": page_ids, "offsets": offsets}
+    if kv.values is not None:
+        kernel = packed_variant(WRITE_PACKED, kv.dtype.name, kv.head_dim)
+        pages, values, scales = call(kernel, {**operands, "values": kv.values, "scales": kv.scales}, sizes=widths(kv))
+        return LayerKV(pages, scales, values)
+    (written,) = call(kernel_table.WRITE_KV.variant(kv.dtype.name), operands)
     return LayerKV(written)
 
 
+def widths(kv: LayerKV) -> dict[str, int]:
+    """Return the sizes of the axes of packed pages that their heads determine: the bytes of keys and values."""
+    if kv.values is None:
+        return {}
+    return {"A": kv.head_dim if kv.pages.dtype == jnp.int8 else kv.head_dim // 2, "B": kv.head_dim // 2}
+
+
 def writes(wanted: WriteCall) -> str | None:
-    """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
+    """Why pages can't be written natively: it takes float32, bfloat16 and packed ones, and heads of whole vectors."""
+    if wanted.kv_dtype.name in PACKED:
+        return (
+            _packed_heads(wanted.head_dim)
+            or unavailable(wanted)
+            or (None if builds(packed_variant(WRITE_PACKED, wanted.kv_dtype.name, wanted.head_dim).name) else NOT_BUILT)
+        )
     if wanted.kv_dtype.name not in WRITTEN or wanted.scaled:
         return f"pages are {wanted.kv_dtype.name}, not one of {', '.join(WRITTEN)}"
     if wanted.latent:
@@ -110,6 +149,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
         "q": q.astype(jnp.float32),
         "pages": kv.pages,
         "scales": kv.scales,
+        **({} if kv.values is None else {"values": kv.values}),
         "page_table": inputs.page_table,
         "lens": inputs.kv_lens,
         "sinks": None if inputs.sinks is None else inputs.sinks.astype(jnp.float32),
@@ -120,10 +160,11 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
         "scale": options.scale,
         "soft_cap": options.soft_cap or 0,
     }
-    out = None
+    decoding, prompting = attention_variants(kv.dtype.name, D)
+    out, sizes = None, widths(kv)
     if R and not deterministic:
         keys = STRETCH if R * kv.kv_heads < FEW else FAR
-        (out,) = call(DECODE.variant(kv.dtype.name, D), operands, {**settings, "keys": keys})
+        (out,) = call(decoding, operands, {**settings, "keys": keys}, sizes)
     if T > R or deterministic:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
         prompts = {
@@ -131,7 +172,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
         }  # fmt: skip
         ahead = 0 if options.causal else (options.sliding_window or FURTHEST) - 1
         settings |= {"queries": queries, "together": deterministic, "amx": has_amx(), "ahead": ahead}
-        (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, settings)
+        (out,) = call(prompting, {**operands, **prompts}, settings, sizes)
     assert out is not None, "a step without tokens"
     return out.astype(q.dtype)
 
@@ -143,19 +184,27 @@ def has_amx() -> bool:
 
 def supports(wanted: AttentionCall) -> str | None:
     """Why attention can't be native."""
-    if wanted.kv_dtype.name not in DTYPES:
-        return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
+    dtype = wanted.kv_dtype.name
+    if dtype not in DTYPES and dtype not in PACKED:
+        return f"pages of {dtype} are none of {', '.join((*DTYPES, *PACKED))}"
+    if dtype in PACKED and (reason := _packed_heads(wanted.head_dim)):
+        return reason
     if wanted.sees:
         return "the parts of a picture see each other"
     if wanted.value_size is not None:
         return "values are a part of the keys"
     if wanted.head_dim % LANES:
         return f"the head size {wanted.head_dim} is not a multiple of {LANES}"
-    parts = [DECODE] * (wanted.decode_rows > 0) + [PREFILL] * (wanted.tokens > wanted.decode_rows)
-    kernels = [spec.variant(wanted.kv_dtype.name, wanted.head_dim).name for spec in parts]
+    decoding, prompting = (kernel.name for kernel in attention_variants(dtype, wanted.head_dim))
+    kernels = [decoding] * (wanted.decode_rows > 0) + [prompting] * (wanted.tokens > wanted.decode_rows)
     if wanted.deterministic:
-        kernels = [PREFILL.variant(wanted.kv_dtype.name, wanted.head_dim).name]
+        kernels = [prompting]
     return unavailable(wanted) or (None if all(map(builds, kernels)) else NOT_BUILT)
+
+
+def _packed_heads(head_dim: int) -> str | None:
+    """Why packed vectors of this size can't be read: half of one is whole vectors of the processor's."""
+    return f"the head size {head_dim} is not a multiple of {2 * LANES}" if head_dim % (2 * LANES) else None
 
 
 ATTENTION = Implementation("native", paged_attention, supports, deterministic=True)

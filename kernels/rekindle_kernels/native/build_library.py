@@ -29,6 +29,8 @@ from rekindle_kernels.native import cpu, kernel_files, kernel_table, library, ob
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
 HEAD_DIMS = (64, 128, 256, 32, 80, 96)
+PACKED_HEAD_DIM = 32  # packed pages take multiples of this size
+AHEAD = "int8int4"  # the format of packed pages that is compiled ahead
 UNLINKED = "linux-x86_64"  # there `object_loader` does what a linker would
 _SUFFIXES = {"linux": "so", "darwin": "so", "win32": "dll"}
 # A DLL needs no C library of a compiler's: it takes these functions from two that every Windows has.
@@ -115,7 +117,10 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
             dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:
             dtypes = cpu.MULTIPLIED
-        if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
+        if spec in kernel_table.PACKED:
+            sizes = [size for size in head_dims if size % PACKED_HEAD_DIM == 0]
+            names += [spec.variant(AHEAD, size).name for size in sizes]
+        elif spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
             for rank, dtype in enumerate(dtypes):
                 attention += [(rank, at, spec.variant(dtype, size).name) for at, size in enumerate(head_dims)]
         elif spec.parameters:
@@ -128,12 +133,12 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 def likely_kernels() -> list[str]:
     """Return the kernels that an installation compiles: float32 and int8 pages for the commonest head sizes.
 
-    Kernels for float16, adapters and states are compiled by the sessions that need them.
+    Kernels for float16, packed pages, adapters and states are compiled by the sessions that need them.
     """
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
-    rare = {spec.kind for spec in (*kernel_table.ADAPTERS, *kernel_table.RECURRENT)}
+    rare = {spec.kind for spec in (*kernel_table.ADAPTERS, *kernel_table.RECURRENT, *kernel_table.PACKED)}
 
     def likely(name: str) -> bool:
         kind, _, pages = name.partition("_")

@@ -241,7 +241,14 @@ def _write_kv(kernel: Variant) -> Kernel:
 
 
 def _stored(kernel: Variant) -> StoredHeads:
-    return StoredHeads(STORAGE[kernel.dtype], kernel.head_dim, scaled=kernel.dtype == "int8")
+    storage = STORAGE[kernel.dtype]
+    return StoredHeads(storage, storage, kernel.head_dim, scaled=kernel.dtype == "int8")
+
+
+def _packed(kernel: Variant) -> StoredHeads:
+    values = vector.four_bits(kernel.head_dim)
+    keys = STORAGE["int8"] if table.PACKED_KEYS[kernel.dtype] == "int8" else values
+    return StoredHeads(keys, values, kernel.head_dim, scaled=True, packed=True)
 
 
 def _multiplies_pairs(kernel: Variant) -> bool:
@@ -266,6 +273,11 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.PREFILL: lambda kernel: prefill.kernel(
         _stored(kernel), kernel.head_dim % 32 == 0 and _multiplies_pairs(kernel)
     ),
+    table.WRITE_PACKED: lambda kernel: heads.packed_write_kernel(
+        kernel.head_dim, 8 if table.PACKED_KEYS[kernel.dtype] == "int8" else 4
+    ),
+    table.DECODE_PACKED: lambda kernel: decode.kernel(_packed(kernel)),
+    table.PREFILL_PACKED: lambda kernel: prefill.kernel(_packed(kernel), False),
     table.ARGMAX: lambda kernel: sample.argmax_kernel(),
     table.SAMPLE: lambda kernel: sample.sample_kernel(),
     table.GATE: lambda kernel: sample.gate_kernel(),

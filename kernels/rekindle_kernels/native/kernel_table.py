@@ -133,7 +133,7 @@ class Variant(NamedTuple):
 
     def dtype_of(self, array: Operand | Result) -> str:
         """Return the dtype of an operand or result."""
-        return array.dtype or self.dtype
+        return array.dtype or PACKED_KEYS.get(self.dtype, self.dtype)
 
 
 # The tables.
@@ -141,6 +141,7 @@ DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
 DTYPES = ("bfloat16", "float32", "float16", "int8")  # of matrices and pages, the likeliest first
 ADAPTED = DTYPES[:3]  # of adapters
 WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
+PACKED_KEYS = {"int8int4": "int8", "int4": "uint8"}  # formats of packed pages, and the dtype of their arrays of keys
 ADDED = DTYPES[:2]  # of heads whose keys come block after block
 
 
@@ -288,6 +289,26 @@ WRITE_KV = KernelSpec(
     parameters=DTYPE,
 )
 
+# The same into packed pages, rotated and quantised.
+WRITE_PACKED = KernelSpec(
+    "writepacked",
+    operands=(
+        Operand("pages", "P 1 K S A", dtype=None),
+        Operand("values", "P 1 K S B", "uint8"),
+        Operand("scales", "P 2 K S"),
+        Operand("k", "T K D"),
+        Operand("v", "T K D"),
+        Operand("page_ids", "T", "int32"),
+        Operand("offsets", "T", "int32"),
+    ),
+    results=(
+        Result("keys_now", "P 1 K S A", dtype=None, into="pages"),
+        Result("values_now", "P 1 K S B", "uint8", into="values"),
+        Result("scales_now", "P 2 K S", into="scales"),
+    ),
+    parameters=DTYPE_AND_HEAD_DIM,
+)
+
 # Attention. The first `decode_rows` rows and tokens decode, the others are prompts'. 0 is no window and no soft cap.
 _ATTENTION = (
     Operand("q", "T H D"),
@@ -298,6 +319,18 @@ _ATTENTION = (
     Operand("sinks", "H", optional=True),
 )
 _ATTENTION_SETTINGS = {"decode_rows": "int32", "window": "int32", "scale": "float32", "soft_cap": "float32"}
+
+
+def _over_packed_pages(spec: KernelSpec) -> KernelSpec:
+    """Return the table of the same attention over packed pages: A bytes of a key, and B of a value."""
+    pages = {
+        "pages": (Operand("pages", "P 1 K S A", dtype=None), Operand("values", "P 1 K S B", "uint8")),
+        "scales": (Operand("scales", "P 2 K S"),),
+    }
+    operands = [packed for plain in spec.operands for packed in pages.get(plain.name, (plain,))]
+    return KernelSpec(f"{spec.kind}packed", tuple(operands), spec.results, spec.settings, spec.parameters)
+
+
 DECODE = KernelSpec(
     "decode",
     _ATTENTION,
@@ -305,6 +338,7 @@ DECODE = KernelSpec(
     settings={**_ATTENTION_SETTINGS, "keys": "int32"},  # of one piece of work
     parameters=DTYPE_AND_HEAD_DIM,
 )
+DECODE_PACKED = _over_packed_pages(DECODE)
 # `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
 # `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
 # `together` is 1 where the kernel takes the rows that decode too, `amx` where the processor has these instructions.
@@ -323,6 +357,8 @@ PREFILL = KernelSpec(
     settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32", "amx": "int32", "ahead": "int32"},
     parameters=DTYPE_AND_HEAD_DIM,
 )
+PREFILL_PACKED = _over_packed_pages(PREFILL)
+PACKED = (WRITE_PACKED, DECODE_PACKED, PREFILL_PACKED)
 
 # Attention in both directions to a block of keys: their values, by their weights, are added to the sums of all blocks
 # before. Query i sees the keys from starts[i] to stops[i], which may lie outside of the block.
@@ -457,6 +493,7 @@ KERNELS = {
             WRITE_KV,
             DECODE,
             PREFILL,
+            *PACKED,
         ),
         *(ARGMAX, SAMPLE, GATE, ADD_KEYS, *ADAPTERS, *RECURRENT),
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle_kernels.ops.registry import Registry, current_platform
+from rekindle_kernels.packed_pages import PackedDtype
 from rekindle_kernels.pages import LayerKV, widened
 
 ROPE = Registry("rope")  # run(qk, qkv, cos, sin, norm, heads=…, eps=…) -> q, k, v
@@ -71,7 +72,7 @@ class WriteCall:
     kv_heads: int
     head_dim: int
     page_size: int
-    kv_dtype: jnp.dtype  # LayerKV.dtype
+    kv_dtype: jnp.dtype | PackedDtype  # LayerKV.dtype
     scaled: bool  # the pages carry scales
     latent: bool = False  # keys alone are written
 
@@ -89,7 +90,8 @@ def write_kv(
     """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
 
     Latent pages have keys alone, and v is None. Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
-    Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`. Padding tokens write to
+    Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`; those of packed pages are
+    rotated first. Padding tokens write to
     page 0; which of two tokens with one destination wins is undefined.
     """
     assert kv.latent == (v is None), "latent pages, and only they, have no values"
@@ -168,7 +170,7 @@ class AttentionCall:
     page_size: int
     table_width: int
     q_dtype: jnp.dtype
-    kv_dtype: jnp.dtype  # LayerKV.dtype: bfloat16 for pages stored as uint16
+    kv_dtype: jnp.dtype | PackedDtype  # LayerKV.dtype: bfloat16 for pages stored as uint16
     storage: jnp.dtype  # the dtype of LayerKV.pages
     sliding_window: int | None = None
     soft_cap: float | None = None

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels.ops.registry import Registry, current_platform
+from rekindle_kernels.packed_pages import packed_dtype, width_of
 from rekindle_kernels.pages import LayerKV, needs_scales, storage_dtype, stored_head_dim
 
 ZEROS = Registry("zeros")  # run(leaves) -> one array per ShapeDtypeStruct
@@ -72,6 +73,14 @@ def abstract_pages(
 ) -> LayerKV:
     """Return the shapes of `init_pages`, without memory and without tracing."""
     platform = platform or current_platform()
+    packed = packed_dtype(dtype)
+    if packed is not None:
+        assert not latent, f"{packed.name} pages have values of their own"
+        vectors = num_pages, 1, kv_heads, page_size
+        widths = (width_of(stored_head_dim(head_dim, platform), bits) for bits in packed.bits)
+        keys, values = (jax.ShapeDtypeStruct((*vectors, width), stored) for width, stored in widths)
+        factors = jax.ShapeDtypeStruct((num_pages, 2, *vectors[2:]), jnp.float32)
+        return LayerKV(keys, factors, values)  # type: ignore[arg-type]
     stored = storage_dtype(dtype, platform)
     shape = (num_pages, 1 if latent else 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
@@ -88,7 +97,7 @@ def init_pages(
     latent: bool = False,
     platform: str | None = None,
 ) -> LayerKV:
-    """Return zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales.
+    """Return zeroed pages of one layer, page 0 included; narrow pages, of int8 or fp8 or packed, come with scales.
 
     `latent` pages hold keys alone, of which attention takes the first numbers as values.
     """

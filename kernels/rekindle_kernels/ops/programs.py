@@ -122,6 +122,9 @@ def kernels_for(
     kernels += [spec.variant() for spec in (*always, *(table.RECURRENT if recurrent else ()))]
     kernels += [spec.variant(adapters) for spec in table.ADAPTERS if adapters in table.ADAPTED]
     sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
+    packed = pages.replace("-", "")
+    if packed in table.PACKED_KEYS:
+        kernels += [spec.variant(packed, size) for size in sizes if size % 32 == 0 for spec in table.PACKED]
     if pages in table.DTYPES and sizes:
         kernels += [spec.variant(pages, size) for size in sizes for spec in (table.DECODE, table.PREFILL)]
         kernels += [table.WRITE_KV.variant(pages)] if pages in table.WRITTEN else []

@@ -43,7 +43,7 @@ float32 product rate), 128 x 512 14.0, 128 x 256 14.6; 16.1 when every block is 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ from jax import Array, lax
 
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.pages import LayerKV, as_values, largest_magnitude
+from rekindle_kernels.pages import LayerKV, as_values, largest_magnitude, turned
 from rekindle_kernels.xla.linear import rms_norm
 
 # Finite: a block that is masked throughout gives weights of 1, which the next real block wipes out, and not NaN.
@@ -104,21 +104,27 @@ def read_block(
     """
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
-    parts = kv.pages.shape[1]  # keys and values, or keys that are also values
-    # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, here S·D elements.
-    flat = kv.pages.reshape(-1, S * D)
-    key_rows = (pages[:, None, :] * (parts * K) + jnp.arange(K)[None, :, None]).reshape(-1)
     places = jnp.arange(count) * S
 
     def in_pages(bounds: Array) -> Array:
         """Return bounds [C] of rows, counted from the first key of each page."""
         return jnp.broadcast_to(bounds[:, None, None] - places, (C, K, count)).reshape(-1, 1)
 
+    def rows_of(array: Array, place: int) -> Array:
+        """Return the rows of an array [P·parts·K, …] with the part at that place: one for each head of each page."""
+        return (pages[:, None, :] * (array.shape[1] * K) + place * K + jnp.arange(K)[None, :, None]).reshape(-1)
+
+    def part(number: int) -> Array:
+        array, place = kv.part(number)
+        # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, S·D elements.
+        flat = array.reshape(-1, S * array.shape[-1]).at[rows_of(array, place)].get(mode="promise_in_bounds")
+        if kv.values is None:
+            return widen(flat, kv, integer_dots)
+        return widen(flat.reshape(-1, S, array.shape[-1]), kv, integer_dots).reshape(-1, S * D)
+
     def gather(masked: bool) -> tuple[Array, Array]:
-        keys = widen(flat.at[key_rows].get(mode="promise_in_bounds"), kv, integer_dots)
-        values = keys
-        if not kv.latent:
-            values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
+        keys = part(0)
+        values = keys if kv.latent else part(1)
         if masked:
             at = jnp.arange(S * D)
             owned = at < in_pages(left) * D
@@ -138,8 +144,8 @@ def read_block(
         return KeyBlock(keys, values, None, None)
     scales = kv.scales.reshape(-1, S)
     key_scales, value_scales = (
-        scales.at[rows].get(mode="promise_in_bounds").reshape(C, K, 1, count * S)
-        for rows in (key_rows, key_rows + (parts - 1) * K)
+        scales.at[rows_of(kv.scales, place)].get(mode="promise_in_bounds").reshape(C, K, 1, count * S)
+        for place in (0, kv.scales.shape[1] - 1)
     )
     at = jnp.arange(count * S)
     seen = at < left[:, None, None, None]
@@ -294,7 +300,7 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         left = row_lens - index * keys
         pages = lax.dynamic_slice(table, (c * chunk, index * per_block), (chunk, per_block))
         since = None if options.sliding_window is None else rows(first_key) - index * keys
-        block = read_block(kv, pages, left, kv.pages.dtype == jnp.int8, options.value_size, since)
+        block = read_block(kv, pages, left, kv.integers, options.value_size, since)
         at = index * keys + jnp.arange(keys)
         seen = (at < row_lens[:, None]) & (at >= rows(first_key)[:, None])
         new = absorb(SoftmaxState(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
@@ -382,14 +388,15 @@ def paged_attention(
     inputs: AttentionInputs, options: AttentionOptions, *, decode: Attend = decode, prefill: Attend = prefill
 ) -> Array:
     """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
-    q, R = inputs.q, options.decode_rows
+    q, R, kv = inputs.q, options.decode_rows, inputs.kv
+    inputs = replace(inputs, q=turned(q, kv))
     parts = [decode(inputs, options)] if R else []
     if q.shape[0] > R:
         if inputs.page_table.shape[0] == R:
             parts.append(jnp.zeros((*q[R:].shape[:-1], options.value_size or q.shape[-1]), q.dtype))
         else:
             parts.append(prefill(inputs, options))
-    parts = [part.astype(q.dtype) for part in parts]
+    parts = [turned(part, kv).astype(q.dtype) for part in parts]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 

@@ -86,15 +86,22 @@ def _keys_and_values(kv: LayerKV, ids: Array, narrow: DTypeLike) -> list[tuple[A
 
     Tokens come before heads, unlike in the pages: XLA sums over neighbouring dimensions in one kernel.
     """
-    parts, heads, size = kv.pages.shape[1], kv.kv_heads, kv.page_size
-    stored = kv.pages.reshape(-1, kv.head_dim)
+    heads, size = kv.kv_heads, kv.page_size
+
+    def places(array: Array, place: int) -> Array:
+        """Return the places of the vectors of one part in an array [P, parts, K, S, …] of vectors."""
+        first = (ids[:, :, None, None] * array.shape[1] + place) * heads + jnp.arange(heads)  # [R, W, 1, K]
+        return (first * size + jnp.arange(size)[:, None]).reshape(len(ids), -1, heads)
+
     halves = list[tuple[Array, Array | None]]()
-    for half in (0, parts - 1):
-        first = (ids[:, :, None, None] * parts + half) * heads + jnp.arange(heads)  # [R, W, 1, K]
-        places = (first * size + jnp.arange(size)[:, None]).reshape(len(ids), -1, heads)
-        numbers = as_values(stored.at[places].get(mode="promise_in_bounds"), kv)
+    for number in (0, 1):
+        array, place = kv.part(number)
+        stored = array.reshape(-1, array.shape[-1]).at[places(array, place)].get(mode="promise_in_bounds")
+        numbers, scales = as_values(stored, kv), None
         numbers = numbers.astype(narrow) if numbers.dtype.itemsize == 1 else numbers
-        scales = None if kv.scales is None else kv.scales.reshape(-1).at[places].get(mode="promise_in_bounds")
+        if kv.scales is not None:
+            at = places(kv.scales, min(number, kv.scales.shape[1] - 1))
+            scales = kv.scales.reshape(-1).at[at].get(mode="promise_in_bounds")
         halves.append((numbers, scales))
     return halves
 
@@ -110,11 +117,12 @@ def read_block(
     narrow: DTypeLike,
 ) -> KeyBlock:
     """Return keys and values as `attention.read_block` does, by one gather; one-byte numbers become `narrow`."""
-    count, size, parts = pages.shape[1], kv.page_size, kv.pages.shape[1]
+    count, size, parts = pages.shape[1], kv.page_size, 1 if kv.latent else 2
     at = jnp.arange(count * size)
     seen = at < left[:, None]
     seen = (seen if since is None else seen & (at >= since[:, None]))[:, None, :, None]  # [C, 1, L, 1]
-    stored = as_values(kv.pages.at[pages].get(mode="promise_in_bounds"), kv)  # [C, L / S, 2, K, S, D]
+    arrays = [as_values(array.at[pages].get(mode="promise_in_bounds"), kv) for array in kv.arrays]
+    stored = jnp.concatenate(arrays, axis=2)  # [C, L / S, 2 or 1, K, S, D]
     stored = stored.astype(narrow) if stored.dtype.itemsize == 1 else stored
     in_order = stored.transpose(2, 0, 3, 1, 4, 5).reshape(parts, len(pages), kv.kv_heads, count * size, kv.head_dim)
     keys, values = in_order[0], jnp.where(seen, in_order[parts - 1], 0)

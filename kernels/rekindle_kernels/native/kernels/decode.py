@@ -19,11 +19,13 @@ from rekindle_kernels.native.kernels.attention_job import (
     NUMBERS,
     PLAIN,
     StoredHeads,
-    describe,
+    addresses,
+    describer,
     length_of,
-    page_of,
     sink_of,
+    vector_of,
 )
+from rekindle_kernels.native.kernels.rotation import rotator
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, i32, malloc, prefetch, set_f32, set_i32
@@ -90,14 +92,6 @@ def list_pieces(job: Any, rows: int) -> None:
 
 
 @inline
-def vector_of(job: Any, r: int, key: int, part: int, k: int) -> int:
-    """Return the number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
-    S, K = job.page_size, job.kv_heads
-    page = page_of(job, r, key // S)
-    return ((page * 2 + part) * K + k) * S + key % S
-
-
-@inline
 def weights_of(job: Any, count: int, logits: int) -> tuple[float, float]:
     """Turn the logits of one head into weights; the largest logit and the sum of the weights."""
     scale, cap = job.scale, job.soft_cap
@@ -137,9 +131,8 @@ def scale_values(job: Any, r: int, k: int, begin: int, end: int, weights: int) -
         key = until
 
 
-def fetcher(stored: StoredHeads) -> Any:
-    """Return `fetch(vector)`: have one vector of a page brought into the cache."""
-    length = stored.head_dim * stored.storage.size
+def fetcher(length: int) -> Any:
+    """Return `fetch(vector)`: have one vector of a page, of so many bytes, brought into the cache."""
 
     @inline
     def fetch(vector: int) -> None:
@@ -150,10 +143,10 @@ def fetcher(stored: StoredHeads) -> Any:
 
 
 def logits_function(stored: StoredHeads) -> Any:
-    """Return `logits_of(job, r, k, begin, end, logits)`: products of the queries of kv head k with the keys [begin,
-    end)."""
-    (_, load, size), D, scaled = stored
-    VECTORS, fetch = D // LANES, fetcher(stored)
+    """Return `logits_of(job, r, k, begin, end, q, logits)`: products of the queries of kv head k, at q, with the keys
+    [begin, end)."""
+    load, D, scaled, KEY = stored.keys.load, stored.head_dim, stored.scaled, stored.key_bytes
+    VECTORS, fetch, (key_at, value_at) = D // LANES, fetcher(stored.key_bytes), addresses(stored)
 
     @inline
     def dot(q: int, key: int) -> float:
@@ -172,19 +165,18 @@ def logits_function(stored: StoredHeads) -> Any:
         return total(a), total(b)
 
     @inline
-    def logits_of(job: Any, r: int, k: int, begin: int, end: int, logits: int) -> None:
+    def logits_of(job: Any, r: int, k: int, begin: int, end: int, q: int, logits: int) -> None:
         """Plain products of queries and keys, [G, keys]."""
         S, keys = job.page_size, job.keys
         G = job.heads // job.kv_heads
-        q = job.q + (r * job.heads + k * G) * D * 4
         key = begin
         while key < end:  # page by page; a division per key would cost as much as its products
-            first = vector_of(job, r, key, 0, k)
+            page, first = key_at(job, r, key, k), vector_of(job, r, key, 0, k)
             until = min(end, (key // S + 1) * S)
-            following = vector_of(job, r, until, 0, k) if until < end else vector_of(job, r, begin, 1, k)
+            following = key_at(job, r, until, k) if until < end else value_at(job, r, begin, k)
             for t in range(until - key):
-                vectors = job.pages + (first + t) * D * size
-                fetch(job.pages + (following + t) * D * size)
+                vectors = page + t * KEY
+                fetch(following + t * KEY)
                 factor = f32(job.scales, first + t) if scaled else ONE
                 at = logits + (key - begin + t) * 4
                 g = 0
@@ -203,8 +195,8 @@ def logits_function(stored: StoredHeads) -> Any:
 def value_sums(stored: StoredHeads) -> Any:
     """Return `weigh_heads(job, r, k, begin, end, weights, out, step)`: sums of the values [begin, end) for each
     query head of kv head k, by weights [G, keys], into rows `step` numbers apart."""
-    (_, load, size), D, _ = stored
-    fetch, has_four_vectors = fetcher(stored), D % (4 * LANES) == 0
+    load, D, VALUE = stored.values.load, stored.head_dim, stored.value_bytes
+    fetch, has_four_vectors, (_, value_at) = fetcher(VALUE), D % (4 * LANES) == 0, addresses(stored)
 
     def one_head(wide: bool) -> Any:
         """Return `weigh(job, r, k, begin, end, weights, column, out)`: one vector of the sum of values for one head, or
@@ -216,17 +208,17 @@ def value_sums(stored: StoredHeads) -> Any:
             a = b = c = d = splat(ZERO)
             key = begin
             while key < end:
-                values = job.pages + vector_of(job, r, key, 1, k) * D * size
+                page = value_at(job, r, key, k)
                 until = min(end, (key // S + 1) * S)
-                following = job.pages + vector_of(job, r, min(until, end - 1), 1, k) * D * size
+                following = value_at(job, r, min(until, end - 1), k)
                 for t in range(until - key):
-                    fetch(following + t * D * size)
-                    weight, at = splat(f32(weights, key - begin + t)), t * D + column
-                    a = multiply_add(weight, load(values, at), a)
+                    fetch(following + t * VALUE)
+                    weight, value = splat(f32(weights, key - begin + t)), page + t * VALUE
+                    a = multiply_add(weight, load(value, column), a)
                     if wide:
-                        b = multiply_add(weight, load(values, at + LANES), b)
-                        c = multiply_add(weight, load(values, at + 2 * LANES), c)
-                        d = multiply_add(weight, load(values, at + 3 * LANES), d)
+                        b = multiply_add(weight, load(value, column + LANES), b)
+                        c = multiply_add(weight, load(value, column + 2 * LANES), c)
+                        d = multiply_add(weight, load(value, column + 3 * LANES), d)
                 key = until
             if wide:
                 store_four(out, column, a, b, c, d)
@@ -246,20 +238,20 @@ def value_sums(stored: StoredHeads) -> Any:
         a = b = c = d = e = f = g = h = splat(ZERO)
         key = begin
         while key < end:
-            values = job.pages + vector_of(job, r, key, 1, k) * D * size
+            page = value_at(job, r, key, k)
             until = min(end, (key // S + 1) * S)
-            following = job.pages + vector_of(job, r, min(until, end - 1), 1, k) * D * size
+            following = value_at(job, r, min(until, end - 1), k)
             for t in range(until - key):
-                fetch(following + t * D * size)
-                one, at = splat(f32(weights, key - begin + t)), t * D + column
+                fetch(following + t * VALUE)
+                one, value = splat(f32(weights, key - begin + t)), page + t * VALUE
                 two = splat(f32(weights, next_head + key - begin + t))
-                v = load(values, at)
+                v = load(value, column)
                 a, e = multiply_add(one, v, a), multiply_add(two, v, e)
-                v = load(values, at + LANES)
+                v = load(value, column + LANES)
                 b, f = multiply_add(one, v, b), multiply_add(two, v, f)
-                v = load(values, at + 2 * LANES)
+                v = load(value, column + 2 * LANES)
                 c, g = multiply_add(one, v, c), multiply_add(two, v, g)
-                v = load(values, at + 3 * LANES)
+                v = load(value, column + 3 * LANES)
                 d, h = multiply_add(one, v, d), multiply_add(two, v, h)
             key = until
         store_four(out, column, a, b, c, d)
@@ -287,8 +279,9 @@ def value_sums(stored: StoredHeads) -> Any:
     return weigh_heads
 
 
-def preparer(D: int) -> Any:
+def preparer(stored: StoredHeads) -> Any:
     """Return `prepare(frame, job, threads)` for heads of that size."""
+    D, describe = stored.head_dim, describer(stored)
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -354,9 +347,10 @@ def merger(D: int) -> Any:
 
 def kernel(stored: StoredHeads) -> Kernel:
     """Attention of one query per row over the row's pages. Rows from the setting `decode_rows` on are left alone."""
-    D, scaled = stored.head_dim, stored.scaled
+    D, scaled, packed = stored.head_dim, stored.scaled, stored.packed
     logits_of, weigh_heads = logits_function(stored), value_sums(stored)
-    prepare, divide_by_weights, merge = preparer(D), scaler(D), merger(D)
+    prepare, divide_by_weights, merge = preparer(stored), scaler(D), merger(D)
+    rotate = rotator(D)
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -367,9 +361,15 @@ def kernel(stored: StoredHeads) -> Kernel:
         r, begin = i32(job.work, 2 * piece), i32(job.work, 2 * piece + 1)
         length = length_of(job, r)
         end = min(length, begin + keys)
-        logits = malloc(G * (keys + 2) * 4)
+        logits = malloc(G * (keys + 2 + D) * 4)
         tops = logits + G * keys * 4
-        logits_of(job, r, k, begin, end, logits)
+        q = job.q + (r * job.heads + k * G) * D * 4
+        if packed:
+            rotated = tops + 2 * G * 4
+            for g in range(G):
+                rotate(q + g * D * 4, rotated + g * D * 4)
+            q = rotated
+        logits_of(job, r, k, begin, end, q, logits)
         whole = length - first_key(job, length) <= keys
         record = job.partial + (piece * job.heads + k * G) * (D + RECORD) * 4
         out = job.out + (r * job.heads + k * G) * D * 4 if whole else record
@@ -387,6 +387,8 @@ def kernel(stored: StoredHeads) -> Kernel:
             top, weights, here = f32(tops, 2 * g), f32(tops, 2 * g + 1), out + g * step * 4
             if whole:
                 divide_by_weights(here, top, weights, sink_of(job, k * G + g))
+                if packed:
+                    rotate(here, here)
             else:
                 set_f32(here, D, top)
                 set_f32(here, D + 1, weights)
@@ -404,7 +406,10 @@ def kernel(stored: StoredHeads) -> Kernel:
             if after > piece + 1:
                 for h in range(H):
                     merge(job, r, h, piece, after)
+                    if packed:
+                        rotate(job.out + (r * H + h) * D * 4, job.out + (r * H + h) * D * 4)
             piece = after
         free(job.partial)
 
-    return Kernel(kernel_table.DECODE, JOB, prepare, block, finish)
+    table = kernel_table.DECODE_PACKED if packed else kernel_table.DECODE
+    return Kernel(table, JOB, prepare, block, finish)

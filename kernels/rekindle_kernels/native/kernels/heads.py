@@ -12,15 +12,22 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.kernels.rotation import rotator
+from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import i32
+from rekindle_kernels.native.language.memory import free, i32, malloc, set_f32
 from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
+    add,
+    divide,
+    larger_magnitude,
+    largest_magnitude,
     load_f32,
     multiply,
     multiply_add,
+    nearest,
     splat,
     store,
     subtract,
@@ -157,3 +164,96 @@ def write_kernel(put: Any, size: int) -> Kernel:
                 write_vector(job, job.v + at, ((page * 2 + 1) * heads + k) * page_size + offset)
 
     return Kernel(kernel_table.WRITE_KV, WRITE_JOB, prepare, block, nothing)
+
+
+PACKED_JOB = job_layout(
+    "writepacked",
+    {
+        "k": "[tokens, kv_heads, head_dim]",
+        "v": "[tokens, kv_heads, head_dim]",
+        "page_ids": "int32 [tokens]",
+        "offsets": "int32 [tokens]",
+        "pages": "[pages, 1, kv_heads, page_size, bytes of a key]",
+        "values": "[pages, 1, kv_heads, page_size, bytes of a value]",
+        "scales": "[pages, 2, kv_heads, page_size]",
+    },
+    "page_count tokens kv_heads page_size",
+)
+
+
+def _quantizer(head_dim: int, bits: int) -> Any:
+    """Return `put(x, out)`: the head at x becomes integers at out, as `packed_pages` and `pages.quantize` round it; the
+    result is its scale.
+    """
+    half, most = head_dim // 2, np.float32(127 if bits == 8 else 15)
+    one_half = np.float32(0.5)
+
+    @inline
+    def scale_of(x: int) -> float:
+        top = splat(ZERO)
+        for i in range(0, head_dim, LANES):
+            top = larger_magnitude(top, load_f32(x, i))
+        return largest_magnitude(top) / most
+
+    @inline
+    def steps(x: int, i: int, unit: float) -> Any:
+        return divide(load_f32(x, i), splat(unit))
+
+    @inline
+    def code(x: int, i: int, unit: float) -> Any:
+        return nearest(multiply(add(steps(x, i, unit), splat(most)), splat(one_half)))
+
+    @inline
+    def put_eight(x: int, out: int) -> float:
+        scale = scale_of(x)
+        unit = ONE if scale == ZERO else scale
+        for i in range(0, head_dim, LANES):
+            store_i8(out, i, nearest(steps(x, i, unit)))
+        return scale
+
+    @inline
+    def put_four(x: int, out: int) -> float:
+        scale = scale_of(x)
+        unit = ONE if scale == ZERO else scale
+        for i in range(0, half, LANES):
+            store_i8(out, i, multiply_add(code(x, half + i, unit), splat(np.float32(16)), code(x, i, unit)))
+        return scale
+
+    return put_eight if bits == 8 else put_four
+
+
+def packed_write_kernel(head_dim: int, key_bits: int) -> Kernel:
+    """Return keys and values into packed pages, in place: each head is rotated and quantised."""
+    rotate, put_key, put_value = rotator(head_dim), _quantizer(head_dim, key_bits), _quantizer(head_dim, 4)
+    key_bytes, value_bytes = head_dim * key_bits // 8, head_dim // 2
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        take(frame, job)
+        job.pages = frame.keys_now.data
+        job.values = frame.values_now.data
+        job.scales = frame.scales_now.data
+        job.tokens = dim(frame.k, 0)
+        job.page_count = dim(frame.pages, 0)
+        job.kv_heads = dim(frame.pages, 2)
+        job.page_size = dim(frame.pages, 3)
+        return (job.tokens + TOKENS - 1) // TOKENS
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        heads, page_size = job.kv_heads, job.page_size
+        x = malloc(head_dim * 4)
+        for t in range(index * TOKENS, min(job.tokens, (index + 1) * TOKENS)):
+            page, offset = i32(job.page_ids, t), i32(job.offsets, t)
+            if page < 0 or page >= job.page_count or offset < 0 or offset >= page_size:
+                page, offset = 0, 0  # the scratch page
+            for k in range(heads):
+                at, number = (t * heads + k) * head_dim * 4, (page * heads + k) * page_size + offset
+                scales = job.scales + ((page * 2 * heads + k) * page_size + offset) * 4
+                rotate(job.k + at, x)
+                set_f32(scales, 0, put_key(x, job.pages + number * key_bytes))
+                rotate(job.v + at, x)
+                set_f32(scales, heads * page_size, put_value(x, job.values + number * value_bytes))
+        free(x)
+
+    return Kernel(kernel_table.WRITE_PACKED, PACKED_JOB, prepare, block, nothing)

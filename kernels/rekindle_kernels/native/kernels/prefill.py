@@ -24,10 +24,11 @@ from rekindle_kernels.native.kernels.attention_job import (
     NUMBERS,
     PLAIN,
     StoredHeads,
-    describe,
+    describer,
     length_of,
 )
 from rekindle_kernels.native.kernels.prefill_tiles import AMX_ROWS, KEYS, amx_products, loader, products
+from rekindle_kernels.native.kernels.rotation import rotator
 from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_rounded, times_power_of_two
 from rekindle_kernels.native.language.handler import Kernel, job_layout
@@ -130,8 +131,9 @@ def list_tiles(job: Any, prompts: int) -> None:
     job.tiles = tiles
 
 
-def preparer(D: int, tiled: bool) -> Any:
+def preparer(stored: StoredHeads, tiled: bool) -> Any:
     """Return `prepare(frame, job, threads)` for heads of that size; `tiled` where the code for AMX is there."""
+    D, describe = stored.head_dim, describer(stored)
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -198,14 +200,18 @@ def address_of_row(job: Any, array: int, tile: PromptTile, m: int, D: int) -> in
     return array + ((tile.token + m // G) * job.heads + tile.k * G + m % G) * D * 4
 
 
-def starter(D: int, paired: bool) -> Any:
-    """Return `start(job, tile, scratch)`: the tile's queries, and nothing seen."""
+def starter(stored: StoredHeads, paired: bool) -> Any:
+    """Return `start(job, tile, scratch)`: the tile's queries, as the keys are, and nothing seen."""
     put = store_rounded if paired else store
+    D, packed, rotate = stored.head_dim, stored.packed, rotator(stored.head_dim)
 
     @jit
     def start(job: Any, tile: PromptTile, scratch: Scratch) -> None:
         for m in range(tile.padded):
             source = address_of_row(job, job.q, tile, m, D)
+            if packed and m < tile.rows:
+                rotate(source, scratch.out + m * D * 4)
+                source = scratch.out + m * D * 4
             for d in range(0, D, LANES):
                 put(scratch.q, m * D + d, load_f32(source, d) if m < tile.rows else splat(ZERO))
                 store(scratch.out, m * D + d, splat(ZERO))
@@ -267,9 +273,10 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     return attend
 
 
-def finisher(D: int, paired: bool) -> Any:
+def finisher(stored: StoredHeads, paired: bool) -> Any:
     """Return `put_results(job, tile, scratch)`: sums of values, divided by sums of weights, the sink's included."""
     unit = unit_of(paired)
+    D, packed, rotate = stored.head_dim, stored.packed, rotator(stored.head_dim)
 
     @jit
     def put_results(job: Any, tile: PromptTile, scratch: Scratch) -> None:
@@ -288,6 +295,8 @@ def finisher(D: int, paired: bool) -> Any:
             factor = keep / weights if weights > ZERO else ZERO  # 0 where a row that decodes has no sequence
             for d in range(D):
                 set_f32(target, d, f32(scratch.out, m * D + d) * factor)
+            if packed:
+                rotate(target, target)
 
     return put_results
 
@@ -297,8 +306,8 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
     D = stored.head_dim
     # Whether the code is there; a caller says whether it runs.
     tiled = paired and (cpu.building_for is not None or has_feature("amx-bf16"))
-    prepare, load, start = preparer(D, tiled), loader(stored, paired), starter(D, paired)
-    attend, put_results = attender(D, paired, tiled), finisher(D, paired)
+    prepare, load, start = preparer(stored, tiled), loader(stored, paired), starter(stored, paired)
+    attend, put_results = attender(D, paired, tiled), finisher(stored, paired)
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -329,7 +338,8 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
     def finish(job: Any) -> None:
         free(job.work)
 
-    return Kernel(kernel_table.PREFILL, JOB, prepare, block, finish)
+    table = kernel_table.PREFILL_PACKED if stored.packed else kernel_table.PREFILL
+    return Kernel(table, JOB, prepare, block, finish)
 
 
 LAST = KEYS - LANES

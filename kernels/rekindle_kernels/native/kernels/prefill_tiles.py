@@ -11,22 +11,15 @@ import numpy as np
 from numba import types
 
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernels.attention_job import StoredHeads, page_of
+from rekindle_kernels.native.kernels.attention_job import StoredHeads, addresses, vector_of
 from rekindle_kernels.native.language.amx import add_products_of_pairs, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
 from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, f32, set_f32
-from rekindle_kernels.native.language.vector import LANES, load_f32, multiply_add, splat, store, store_four
+from rekindle_kernels.native.language.vector import LANES, load_f32, multiply, multiply_add, splat, store, store_four
 
 KEYS = 4 * LANES  # of a tile: the four vectors of the product
 ZERO, ONE = np.float32(0), np.float32(1)
-
-
-@inline
-def key_at(job: Any, s: int, k: int, t: int) -> int:
-    """Return the number of the key of position t, counted through all pages; its value is K · S vectors further."""
-    S, K = job.page_size, job.kv_heads
-    return (page_of(job, s, t // S) * 2 * K + k) * S + t % S
 
 
 def loader(stored: StoredHeads, paired: bool) -> Any:
@@ -35,40 +28,82 @@ def loader(stored: StoredHeads, paired: bool) -> Any:
 
     Keys before `since` and from `until` on are zeros and are not read: their pages may be anyone's, and 0 · NaN is NaN.
     """
-    return load_pairs(stored.head_dim) if paired else load_floats(stored)
+    return load_pairs(stored) if paired else load_floats(stored)
 
 
 def load_floats(stored: StoredHeads) -> Any:
     """Return keys [D, KEYS] and values [KEYS, D] as float32."""
-    (read, _, size), D, scaled = stored
+    read_key, read_value, load_key, load_value = (
+        stored.keys.read,
+        stored.values.read,
+        stored.keys.load,
+        stored.values.load,
+    )
+    D, scaled, (key_at, value_at) = stored.head_dim, stored.scaled, addresses(stored)
+
+    @inline
+    def scale_of(job: Any, s: int, t: int, part: int, k: int) -> float:
+        return f32(job.scales, vector_of(job, s, t, part, k)) if scaled else ONE
+
+    @inline
+    def load_one(job: Any, s: int, k: int, t: int, j: int, keys: int, values: int) -> None:
+        """Load one key and its value, number by number."""
+        key, value = key_at(job, s, t, k), value_at(job, s, t, k)
+        key_scale, value_scale = scale_of(job, s, t, 0, k), scale_of(job, s, t, 1, k)
+        for d in range(D):
+            set_f32(values, j * D + d, read_value(value, d) * value_scale)
+        for d in range(D):
+            set_f32(keys, d * KEYS + j, read_key(key, d) * key_scale)
+
+    @inline
+    def load_values(job: Any, s: int, k: int, t: int, target: int) -> None:
+        value, scale = value_at(job, s, t, k), splat(scale_of(job, s, t, 1, k))
+        for d in range(0, D, LANES):
+            store(target, d, multiply(load_value(value, d), scale))
 
     @jit
     def load_tile(job: Any, s: int, k: int, begin: int, since: int, until: int, keys: int, values: int) -> None:
-        pages = job.pages
-        for j in range(KEYS):
-            if since <= begin + j < until:
-                key = key_at(job, s, k, begin + j)
-                value = key + job.kv_heads * job.page_size
-                key_scale = f32(job.scales, key) if scaled else ONE
-                value_scale = f32(job.scales, value) if scaled else ONE
-                for d in range(D):
-                    set_f32(values, j * D + d, read(pages + value * D * size, d) * value_scale)
-                for d in range(D):
-                    set_f32(keys, d * KEYS + j, read(pages + key * D * size, d) * key_scale)
+        for j in range(0, KEYS, 4):
+            t = begin + j
+            if since <= t and t + 4 <= until:
+                for i in range(4):
+                    load_values(job, s, k, t + i, values + (j + i) * D * 4)
+                a, b, c, e = (
+                    key_at(job, s, t, k),
+                    key_at(job, s, t + 1, k),
+                    key_at(job, s, t + 2, k),
+                    key_at(job, s, t + 3, k),
+                )
+                a_scale, b_scale = splat(scale_of(job, s, t, 0, k)), splat(scale_of(job, s, t + 1, 0, k))
+                c_scale, e_scale = splat(scale_of(job, s, t + 2, 0, k)), splat(scale_of(job, s, t + 3, 0, k))
+                for d in range(0, D, LANES):
+                    store_columns(
+                        keys + (d * KEYS + j) * 4,
+                        KEYS,
+                        multiply(load_key(a, d), a_scale),
+                        multiply(load_key(b, d), b_scale),
+                        multiply(load_key(c, d), c_scale),
+                        multiply(load_key(e, d), e_scale),
+                    )
             else:
-                for d in range(D):
-                    set_f32(values, j * D + d, ZERO)
-                    set_f32(keys, d * KEYS + j, ZERO)
+                for i in range(j, j + 4):
+                    if since <= begin + i < until:
+                        load_one(job, s, k, begin + i, i, keys, values)
+                    else:
+                        for d in range(D):
+                            set_f32(values, i * D + d, ZERO)
+                            set_f32(keys, d * KEYS + i, ZERO)
 
     return load_tile
 
 
-def load_pairs(D: int) -> Any:
+def load_pairs(stored: StoredHeads) -> Any:
     """Return keys as words [D / 2, KEYS] of two bfloat16 of a key, values as words [KEYS / 2, D] of two values."""
+    D, (key_at, _) = stored.head_dim, addresses(stored)
 
     @jit
     def load_tile(job: Any, s: int, k: int, begin: int, since: int, until: int, keys: int, values: int) -> None:
-        pages, heads = job.pages, job.kv_heads * job.page_size * D * 2
+        heads = job.kv_heads * job.page_size * D * 2
         zeros = values + KEYS * D * 2  # after the values: a row of zeros
         for d in range(0, D, 2 * LANES):
             store(zeros, d // 2, splat(ZERO))
@@ -76,10 +111,10 @@ def load_pairs(D: int) -> Any:
             t = begin + j
             a_seen, b_seen = since <= t < until, since <= t + 1 < until
             c_seen, e_seen = since <= t + 2 < until, since <= t + 3 < until
-            a = pages + key_at(job, s, k, t) * D * 2 if a_seen else zeros
-            b = pages + key_at(job, s, k, t + 1) * D * 2 if b_seen else zeros
-            c = pages + key_at(job, s, k, t + 2) * D * 2 if c_seen else zeros
-            e = pages + key_at(job, s, k, t + 3) * D * 2 if e_seen else zeros
+            a = key_at(job, s, t, k) if a_seen else zeros
+            b = key_at(job, s, t + 1, k) if b_seen else zeros
+            c = key_at(job, s, t + 2, k) if c_seen else zeros
+            e = key_at(job, s, t + 3, k) if e_seen else zeros
             for i in range(0, D // 2, LANES):
                 store_columns(
                     keys + (i * KEYS + j) * 4, KEYS, load_f32(a, i), load_f32(b, i), load_f32(c, i), load_f32(e, i)

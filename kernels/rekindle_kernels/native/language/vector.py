@@ -274,7 +274,38 @@ class Storage(NamedTuple):
 
     read: Any
     load: Any
-    size: int  # bytes
+    size: int  # bytes; 0: two are a byte
+
+
+def four_bits(head_dim: int) -> Storage:
+    """Return the storage of four-bit vectors, as `rekindle_kernels.packed_pages` lays them out.
+
+    An index counts elements of one vector. Code c is widened to 2·c - 15.
+    """
+    half, byte = head_dim // 2, ir.IntType(8)
+
+    def widened(builder: Any, address: Any, index: Any, lanes: int) -> Any:
+        many = ir.VectorType(ir.IntType(32), lanes)
+        above = builder.icmp_signed(">=", index, WORD(half))
+        place = builder.sub(index, builder.select(above, WORD(half), WORD(0)))
+        pointer = builder.gep(builder.inttoptr(address, byte.as_pointer()), [place])
+        stored = builder.load(builder.bitcast(pointer, ir.VectorType(byte, lanes).as_pointer()), align=1)
+        pairs = builder.zext(stored, many)
+        upper, lower = (builder.lshr(pairs, ir.Constant(many, [4] * lanes)), pairs)
+        codes = builder.and_(builder.select(above, upper, lower), ir.Constant(many, [15] * lanes))
+        floats = ir.VectorType(ir.FloatType(), lanes)
+        doubled = builder.fadd(*[builder.sitofp(codes, floats)] * 2)
+        return builder.fsub(doubled, ir.Constant(floats, [15.0] * lanes))
+
+    @emits(types.float32, types.int64, types.int64)
+    def read(builder: Any, address: Any, index: Any) -> Any:
+        return builder.extract_element(widened(builder, address, index, 1), ir.Constant(ir.IntType(32), 0))
+
+    @emits(VECTOR, types.int64, types.int64)
+    def load(builder: Any, address: Any, index: Any) -> Any:
+        return widened(builder, address, index, LANES)
+
+    return Storage(read, load, 0)
 
 
 STORAGE = {

@@ -266,6 +266,8 @@ def supports_write(call: WriteCall) -> str | None:
     """Return the reason why the kernel can't serve the call, or None."""
     if call.latent:
         return "keys alone are written"
+    if call.kv_dtype.name not in PAGE_TYPES:
+        return f"pages are {call.kv_dtype.name}, not one of {', '.join(PAGE_TYPES)}"
     return gpus.without_triton() or (gpus.without_float8() if call.kv_dtype.name == "float8_e4m3fn" else None)
 
 
