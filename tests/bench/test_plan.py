@@ -37,6 +37,17 @@ def test_a_70b_model_does_not_fit_one_h100_and_fits_eight() -> None:
     assert eight.token_bytes == 2 * 80 * 1 * 128 * 2
 
 
+def test_keys_and_values_take_the_bytes_of_their_format() -> None:
+    tokens = {
+        kind: make_plan(CONFIG, Partition(8), DEVICES["H100"], kv_dtype=kind).token_bytes
+        for kind in ("bfloat16", "int8", "int8-int4", "int4")
+    }
+    # 80 layers, one head of 128 on each device, two scales of four bytes
+    assert tokens == {
+        "bfloat16": 80 * 512, "int8": 80 * (256 + 8), "int8-int4": 80 * (192 + 8), "int4": 80 * (128 + 8)
+    }  # fmt: skip
+
+
 def test_a_step_of_one_row_reads_the_weights_once() -> None:
     found = make_plan(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e6, latency=0), context=1)
     embedding = 128256 * 8192 * 2 / 8

@@ -176,7 +176,7 @@ def test_a_context_has_a_token_at_least(context: str, capsys: pytest.CaptureFixt
     assert f"--context {context}: must be at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--context", "4096"], ["--quantize", "int4"]])
+@pytest.mark.parametrize("option", [["--context", "4096"], ["--quantize", "int4"], ["--kv-dtype", "int8-int4"]])
 def test_options_of_a_plan_come_with_one(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["doctor", *option])

@@ -269,7 +269,15 @@ def test_the_usual_names_of_a_dtype_are_the_same_thing(value: Any, name: str) ->
 
 @pytest.mark.parametrize(
     ("value", "name"),
-    [("fp8", "float8_e4m3fn"), (jnp.float8_e4m3fn, "float8_e4m3fn"), (np.int8, "int8"), ("i8", "int8")],
+    [
+        ("fp8", "float8_e4m3fn"),
+        (jnp.float8_e4m3fn, "float8_e4m3fn"),
+        (np.int8, "int8"),
+        ("i8", "int8"),
+        ("k8v4", "int8-int4"),
+        ("Int8-Int4", "int8-int4"),
+        (jnp.int4, "int4"),
+    ],
 )
 def test_the_names_of_a_cache_dtype(value: Any, name: str) -> None:
     assert EngineConfig(kv_dtype=value).kv_dtype == name

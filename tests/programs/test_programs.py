@@ -353,7 +353,7 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
         programs.compiler.build(MEMORY)
 
 
-@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int8-int4"])
 def test_pages_are_copied_in_place_in_every_layer(kv_dtype: str) -> None:
     programs = Programs(CONFIG, GRAPH, LEAVES, tiny_config(kv_dtype=kv_dtype, page_size=16))
     program, draw = programs.get(COPY), np.random.default_rng(1)

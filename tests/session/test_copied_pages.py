@@ -59,7 +59,7 @@ async def test_texts_and_scores_are_those_of_a_plain_loop() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kv_dtype", by_default(["bfloat16", "int8"]))
+@pytest.mark.parametrize("kv_dtype", by_default(["int8-int4", "bfloat16", "int8"]))
 def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
     async def texts(**options: Any) -> list[tuple[int, ...]]:
         async with opening(kv_dtype=kv_dtype, **OPTIONS | options) as session:

@@ -207,7 +207,7 @@ def test_nothing_waits_where_all_is_on_disk(tmp_path: Path, monkeypatch: pytest.
         assert writer_of(session).finish() is None
 
 
-@pytest.mark.parametrize("kv_dtype", by_default(["int8", "float32", "bfloat16"]))
+@pytest.mark.parametrize("kv_dtype", by_default(["int8-int4", "int8", "float32", "bfloat16"]))
 def test_the_host_moves_pages_as_programs_do(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def pages() -> None:
         async with opening(kv_dtype=kv_dtype, disk_memory="8MiB", precompile="lazy") as session:

@@ -267,7 +267,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("kind", by_default(["int8", "float8_e4m3fn"]))
+@pytest.mark.parametrize("kind", by_default(["int8-int4", "int8", "float8_e4m3fn"]))
 def test_narrow_pages_are_kept_as_such(kind: str, tmp_path: Path) -> None:
     options = {"max_tokens": NEW, "ignore_eos": True}
     with opened(tmp_path, kv_dtype=kind) as session:

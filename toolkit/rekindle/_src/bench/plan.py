@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from rekindle._src.bench.shapes import SHAPES, hf_config
@@ -27,8 +28,10 @@ from rekindle._src.models.loading.stores.known import store_of
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
+from rekindle._src.programs.kv_layout import check_format
 from rekindle._src.programs.side_caches import span
 from rekindle.errors import CheckpointError, ConfigError
+from rekindle_kernels import abstract_pages
 
 USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime
 ALONE, MANY = 1, 64  # rows of the planned steps
@@ -188,6 +191,7 @@ def make_plan(
     dtype: str = "bfloat16",
     quantize: str | None = None,
     context: int | None = None,
+    kv_dtype: str | None = None,
     shards: int = 1,
     kinds: tuple[tuple[str, str], ...] = (),
 ) -> Plan:
@@ -197,13 +201,15 @@ def make_plan(
     partition.check(config)
     length = min(8192 if context is None else context, config.max_position_embeddings)
     weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards), kinds)
-    itemsize = 4 if dtype == "float32" else 2
+    stored = kv_dtype if kv_dtype not in (None, "auto") else "float32" if dtype == "float32" else "bfloat16"
     by_kind = [0, 0]  # of layers that keep everything, and of layers that give pages back
     apart = shards == 1 and config.window > 0
     for cache, windowed in zip(config.caches, config.windowed, strict=True):
         if isinstance(pages := cache.pages, Pages):
-            heads = (1 if pages.latent else 2) * partition.kv_heads(pages.heads)
-            by_kind[windowed and apart] += heads * pages.key_size * itemsize
+            check_format(pages, stored, config.model_type)
+            heads = partition.kv_heads(pages.heads)
+            one = abstract_pages(1, heads, 1, pages.key_size, stored, latent=pages.latent, platform="gpu")
+            by_kind[windowed and apart] += sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(one))
     token = by_kind[0]
     if apart:
         half = max(1, pages_for(length, 2 * device.page_size))

@@ -89,7 +89,7 @@ def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         if arguments.device == "here" or arguments.tune:
             return guarded(lambda: plan_here(arguments), arguments.plan)
-        sizes = {"quantize": arguments.quantize, "context": arguments.context}
+        sizes = {"quantize": arguments.quantize, "context": arguments.context, "kv_dtype": arguments.kv_dtype}
         return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
         return guarded(lambda: examine_mesh(arguments.mesh), "mesh")
@@ -345,7 +345,7 @@ def plan_here(arguments: argparse.Namespace) -> Iterator[Check]:
     from rekindle._src.programs.programs import Programs
 
     options = {"mesh": arguments.mesh, "quantize": arguments.quantize, "cache_dir": arguments.cache_dir}
-    options["max_model_len"] = arguments.context
+    options |= {"max_model_len": arguments.context, "kv_dtype": arguments.kv_dtype}
     request = OpenRequest(arguments.plan, EngineConfig.of(options))
     if is_planned(arguments.plan):
         source: ModelSource = ShapeSource(arguments.plan, *shape_config(arguments.plan), arguments.quantize)
@@ -389,7 +389,13 @@ def training_check(plan: ProgramPlan, weights: int) -> Check:
 
 
 def plan_model(
-    shape: str, mesh: MeshShape | None, device: str, *, quantize: str | None = None, context: int | None = None
+    shape: str,
+    mesh: MeshShape | None,
+    device: str,
+    *,
+    quantize: str | None = None,
+    context: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Iterator[Check]:
     """Return a model's needs on each device, as lines of the report."""
     sizes = mesh or MeshShape({"model": 1})
@@ -405,6 +411,7 @@ def plan_model(
         dtype=dtype,
         quantize=quantize,
         context=context,
+        kv_dtype=kv_dtype,
         shards=shards,
         kinds=kinds,
     )

@@ -139,7 +139,8 @@ class EngineConfig(ForeignNames, Record):
         dtype ("auto"): dtype of the weights, as text or as numpy's or JAX's dtype; "auto" is a loaded
             model's own, else the checkpoint's on GPU and TPU, bfloat16 on CPU.
         kv_dtype ("auto"): dtype of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about
-            half of 16 bits, with a scale for each token and head.
+            half of 16 bits, with a scale for each token and head. "int8-int4" keeps keys in eight bits and values in
+            four, both rotated, in about two fifths; "int4" keeps four bits of both, which small models lose much by.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
             embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
             "mlp", "experts", "embedding" and "head"; other parts are not quantised. None keeps the groups of a

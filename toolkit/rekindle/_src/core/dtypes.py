@@ -17,7 +17,7 @@ from rekindle._src.core.names import nearest
 from rekindle.errors import ConfigError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
+KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "int8-int4", "int4"]
 ShortDType = Literal["bf16", "f16", "fp16", "half", "f32", "fp32"]
 
 
@@ -31,7 +31,7 @@ class NamedDType(Protocol):
 
 
 DTypeLike = DType | ShortDType | type[Any] | NamedDType  # types are those of numpy and JAX, such as jnp.bfloat16
-KVDTypeLike = KVDType | ShortDType | Literal["fp8", "f8", "i8"] | type[Any] | NamedDType
+KVDTypeLike = KVDType | ShortDType | Literal["fp8", "f8", "i8", "k8v4", "i4"] | type[Any] | NamedDType
 QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
 QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
 Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]
@@ -41,6 +41,7 @@ KV_DTYPES: tuple[KVDType, ...] = get_args(KVDType)
 SHORT = {
     "bf16": "bfloat16", "f16": "float16", "fp16": "float16", "half": "float16", "f32": "float32", "fp32": "float32",
     "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "i8": "int8",
+    "k8v4": "int8-int4", "i4": "int4",
 }  # fmt: skip
 _FEWER_BITS = (
     "int8",

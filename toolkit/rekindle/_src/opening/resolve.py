@@ -27,7 +27,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
 from rekindle._src.programs.side_caches import KINDS
 from rekindle.errors import ConfigError, OutOfMemory
-from rekindle_kernels import implementation_names, unavailable_reason
+from rekindle_kernels import PACKED, implementation_names, unavailable_reason
 
 log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
@@ -35,6 +35,7 @@ PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
 CPU_SHARE = 0.1  # of RAM
 DEVICE_SHARE = 0.9  # of the free memory
 LEAST_PAGES = 2  # the scratch page, and another one
+ROBUST = 4096  # the hidden size of models that were measured to lose little by keys of four bits
 CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
 
 
@@ -100,6 +101,12 @@ def resolve(
     smallest = ResolvedConfig.with_sizes(
         config, max_model_len=length, page_size=page_size, device_pages=LEAST_PAGES, device_memory=0
     )
+    if kv_dtype == "int4" and model.hidden_size < ROBUST:
+        log.warning(
+            "kv_dtype='int4': models as small as this one (hidden size %d) can lose much of their quality by keys in "
+            "four bits; kv_dtype='int8-int4' keeps keys in eight",
+            model.hidden_size,
+        )
     pages = _pages(config, smallest, model, platform, weight_bytes, placement, more_bytes(smallest))
     return dataclasses.replace(smallest, device_pages=pages.number, device_memory=pages.nbytes)
 
@@ -210,7 +217,11 @@ def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:
     return int(min(free) * DEVICE_SHARE)
 
 
-HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
+HEAD_DIM, PACKED_HEAD_DIM, WIDTH = (
+    16,
+    32,
+    32,
+)  # native attention, over packed pages too, and native norms take multiples of these sizes
 KEYS, VALUES = 16, 32  # for native kernels of states, multiples of these
 
 
@@ -245,9 +256,10 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         if state.channels % KEYS or state.key_size % KEYS or state.value_size % VALUES:
             sizes = f"states of {state.key_size} x {state.value_size} with {state.channels} channels"
             return f"{sizes} are not whole vectors, and XLA takes a prompt through them in another order than a token"
-    uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % HEAD_DIM]
+    whole = PACKED_HEAD_DIM if config.kv_dtype in PACKED else HEAD_DIM
+    uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % whole]
     if uneven:
-        return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"
+        return f"the head size {uneven[0]} is not a multiple of {whole}"
     if model.hidden_size % WIDTH:
         return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
     if model.layer_embedding % WIDTH:

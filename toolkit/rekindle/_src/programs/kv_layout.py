@@ -19,7 +19,9 @@ import numpy as np
 from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Pages
+from rekindle.errors import ConfigError
 from rekindle_kernels import (
+    PACKED,
     AttentionInputs,
     AttentionOptions,
     LayerKV,
@@ -66,6 +68,7 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
     """Return shapes and dtypes of every layer's pages, and of the `slots` of side caches. Nothing is allocated.
 
     Layers with a window have pages of their own if there are slots of "windows"; otherwise they share all others'.
+    Raises ConfigError if pages of the model can't have this dtype.
     """
     slots = slots or {}
     windows = slots.get("windows", 0)
@@ -78,12 +81,25 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
         own = cache.pages
         if not isinstance(own, Pages):
             return Layer(states=states)
+        check_format(own, dtype, model.model_type)
         apart = windowed and windows > 0
         count = windows if apart else pages
         kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
         return Layer(states=states, windows=kept) if apart else Layer(states=states, pages=kept)
 
     return tuple(map(layer, model.caches, model.windowed))
+
+
+def check_format(pages: Pages, dtype: str, model_type: str) -> None:
+    """Raise ConfigError for pages that a packed format can't hold."""
+    if dtype not in PACKED:
+        return
+    if pages.latent:
+        why = f"has a width for keys and one for values, but in this {model_type} model values are a part of the keys"
+        raise ConfigError("kv_dtype", dtype, why, "Use kv_dtype='int8'")
+    if pages.key_size % 2:
+        why = f"packs two numbers in a byte, and heads of this {model_type} model have {pages.key_size}"
+        raise ConfigError("kv_dtype", dtype, why, "Use kv_dtype='int8'")
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str, slots: Mapping[str, int] | None = None) -> int:

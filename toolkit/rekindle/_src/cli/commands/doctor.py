@@ -21,6 +21,7 @@ def options(command: Parser) -> None:
     command.add("--plan", shape, metavar="SHAPE")
     command.add("--device", "with --plan: the kind of device (default H100); here: this machine's", default="H100")
     command.add("--quantize", "with --plan", **kind)
+    command.add("--kv-dtype", "with --plan", **usage.text_form(EngineConfig, "kv_dtype"))
     command.add("--context", "with --plan: tokens of a request (default 8192; here: the session's)", type=int)
     command.flag("--tune", "with --plan: the memory and the seconds of training an adapter on this machine, too")
     command.flag("--json", "print the checks as JSON")
@@ -35,7 +36,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             "--context", arguments.context, "must be at least 1", "Pass tokens of a request, or leave it out"
         )
-    planned = {"--quantize": arguments.quantize, "--context": arguments.context, "--tune": arguments.tune or None}
+    planned = {"--quantize": arguments.quantize, "--kv-dtype": arguments.kv_dtype, "--context": arguments.context}
+    planned["--tune"] = arguments.tune or None
     for option, value in planned.items():
         if value is not None and not arguments.plan:
             raise ConfigError(option, value, "is of a plan", "Pass --plan SHAPE as well, or leave it out")
