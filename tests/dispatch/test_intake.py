@@ -53,6 +53,27 @@ class TestIntake:
         assert all(request.stop_ids == {7} and request.eos_ids == {EOS} for request in requests)
         assert given.mailbox.request_ids == ["s.0", "s.1", "s.2"]
 
+    @pytest.mark.parametrize("running", [True, False])
+    async def test_many_are_taken_in_by_parts_next_to_requests_that_run(self, running: bool) -> None:
+        """A ranking of 1,000 documents stopped every stream of its session for half a second."""
+        outputs: dict[str, Any] = {"running": object()} if running else {}
+        send, receive = anyio.create_memory_object_stream[Submission](200)
+        out, messages = anyio.create_memory_object_stream[Any](200)
+        for _ in range(200):
+            send.send_nowait(submission(ids=[1, 2]))
+        send.close()
+        turns: list[int] = []
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group, messages:
+                group.start_soon(intake.run, receive, out, fake_front(), outputs, capabilities_of())
+                async for _ in messages:
+                    waiting = messages.statistics().current_buffer_used
+                    turns.append(1 + waiting)
+                    for _ in range(waiting):
+                        messages.receive_nowait()
+        assert sum(turns) == 201
+        assert max(turns) <= 2 * intake.AT_A_TIME if running else max(turns) >= 200
+
     async def test_ignoring_eos_leaves_no_eos_ids(self) -> None:
         messages, _ = await self.run(submission(ignore_eos=True))
         assert messages[0].eos_ids == frozenset()

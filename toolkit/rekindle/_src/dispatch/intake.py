@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -28,6 +29,7 @@ from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import PromptTooLong
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
+AT_A_TIME = 32  # requests that are taken in before those that run get a step: 1,000 would take half a second
 AT_ONCE = 2  # long prompts that are rendered and encoded at a time
 _PROBED = 8  # characters per token of the limit: a beginning that shows that a text is far too long
 _AT_A_CUT = 256  # extra tokens that a cut within a word may give a text's beginning
@@ -46,13 +48,19 @@ async def run(
         async with anyio.create_task_group() as group:
             async for first in inbox:
                 message: Submission | Control | None = first
-                # Everything that waits is handed on before schedule runs again, so that it can run in one step.
+                # Everything that waits is handed on before schedule runs again, so that it can run in one step; next to
+                # requests that run, a part of it.
+                taken, others = 0, bool(outputs)
                 while message is not None:
                     if not isinstance(message, Submission):
                         await intake.none_apart()  # a control overtakes only submissions that wait for long
                         outbox.send_nowait(message)
                     elif intake.at_once(message):
                         await intake.hand_on(message)
+                        taken += len(message.mailbox.request_ids)
+                        if others and taken >= AT_A_TIME:
+                            await anyio.lowlevel.checkpoint()
+                            taken, others = 0, bool(outputs)
                     elif intake.overtaken(message):
                         group.start_soon(intake.hand_on, message)
                     else:
@@ -219,6 +227,14 @@ def check_beginning(text: str, front: Front) -> None:
         raise _too_long(
             text, f"has {count:,} tokens in the first {length:,} of its {len(text):,} characters", limit, front
         )
+
+
+def check_count(tokens: int, front: Front) -> None:
+    """Raise `PromptTooLong` if so many tokens are more than `max_model_len`."""
+    limit = front.config.max_model_len
+    if limit is not None and tokens > limit:
+        problem = f"is longer than max_model_len, which is {limit:,}"
+        raise PromptTooLong("prompt", f"{tokens:,} tokens", problem, how_to_fit(limit, front.longest))
 
 
 def _too_long(text: str, problem: str, limit: int, front: Front) -> PromptTooLong:
