@@ -226,3 +226,33 @@ async def test_callers_take_turns_at_encoding_many_documents(
         assert len(begun) == 2
         on.set()
     assert len(begun) == 3 and statuses == [200] * 3
+
+
+async def test_prompts_are_refused_as_soon_as_one_of_them_is_too_long(
+    served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four tokens a character where one in four is expected: 70 kB of a query became 64 million tokens."""
+    encoded = list[int]()
+    encode = type(tiny.tokenizer).encode
+
+    def noted(self: Any, text: str, **options: Any) -> Any:
+        encoded.append(len(text))
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(type(tiny.tokenizer), "encode", noted)
+    query = "\U0001f600" * (tiny.config.max_model_len or 0)
+    answer = await post(served, "/v1/rerank", {"query": query, "documents": ["a"] * 50})
+    assert answer.status == 400 and answer.error["code"] == "context_length_exceeded", answer.body
+    assert sum(length >= len(query) for length in encoded) <= 1
+
+
+async def test_the_tokens_of_all_prompts_count_as_memory_of_the_request(
+    served: Any, tiny: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = served.state.rekindle.ledger
+    monkeypatch.setattr(ledger, "most_of_one", 40_000)
+    body = {"query": "who " * 40, "documents": ["a"] * 4}
+    assert (await post(served, "/v1/rerank", body)).status == 200
+    refused = await post(served, "/v1/rerank", {**body, "documents": ["a"] * 200})
+    assert refused.status == 413 and refused.error["code"] == "body_too_large", refused.body
+    assert not ledger.held

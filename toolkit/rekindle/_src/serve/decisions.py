@@ -156,7 +156,8 @@ def characters_of(entry: Mapping[str, Any]) -> int:
 async def _answers(exchange: Exchange, active: Active, call: Any, tokens: int) -> Any:
     """Return the results of a call. Large ones are encoded when it is the caller's turn."""
     active.handles.append(call)
-    call.serve(exchange.caller, active.started)
+    account, before = exchange.account, exchange.account.results
+    call.serve(exchange.caller, active.started, lambda size: account.hold(results=before + size))
     async with exchange.turn(tokens):
         await call.encode()
     results = await call

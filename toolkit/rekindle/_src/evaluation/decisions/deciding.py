@@ -26,6 +26,7 @@ from rekindle._src.evaluation.decisions.reading import (
     first_reads,
     found,
     later_reads,
+    token_bytes,
 )  # fmt: skip
 from rekindle._src.evaluation.decisions.results import Calibrations, Decisions, DecisionTable, decision_of
 from rekindle._src.evaluation.scoring import apart
@@ -47,9 +48,12 @@ class Deciding(Call[T]):
     async def _result(self) -> T:
         return self._finish(await self._asking.answers())
 
-    def serve(self, caller: str, begun: Callable[[], object]) -> None:
-        """Name the caller. `begun` is called after the first of many requests, on the event loop that awaits this."""
-        self._asking.caller, self._asking.begun = caller, begun
+    def serve(self, caller: str, begun: Callable[[], object], hold: Callable[[int], object]) -> None:
+        """Name the caller. `begun` is called after the first of many requests, on the event loop that awaits this.
+
+        `hold` is called with the bytes of all prompts' tokens so far, in the thread that encodes them, and may raise.
+        """
+        self._asking.caller, self._asking.begun, self._asking.hold = caller, begun, hold
 
     async def encode(self) -> None:
         """Encode the prompts now, in a thread of their own. Without this call it is done when they are sent."""
@@ -128,6 +132,7 @@ class Asking:
         self.cancelled: bool = False
         self.caller: str = ""
         self.begun: Callable[[], object] | None = None
+        self.hold: Callable[[int], object] | None = None
         self.handles: list[Handle[Completion]] = []
 
     @property
@@ -163,11 +168,15 @@ class Asking:
         return self._answers
 
     def _encode(self) -> list[_OpenQuestion]:
-        reader, asked = OptionReader(self._front, self._check), []
+        reader, asked, size = OptionReader(self._front, self._check), list[_OpenQuestion](), 0
         for messages, options in self._questions:
             self._check()
             prompt, is_chat = reader.prompt(messages)
-            asked.append(_OpenQuestion(reader.tokens(prompt, options, is_chat=is_chat)))
+            encoded = reader.tokens(prompt, options, is_chat=is_chat)
+            asked.append(_OpenQuestion(encoded))
+            size += token_bytes(encoded)
+            if self.hold is not None:
+                self.hold(size)
         return asked
 
     def _check(self) -> None:

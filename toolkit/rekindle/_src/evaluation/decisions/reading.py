@@ -10,7 +10,7 @@ import numpy as np
 
 from rekindle._src.core.records import Completion, IntArray
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.intake import check_characters
+from rekindle._src.dispatch.intake import check_characters, check_count
 from rekindle._src.text.replies import ReplyFormat
 from rekindle.errors import InvalidRequest
 
@@ -55,6 +55,7 @@ class OptionReader:
         check_characters(text, self._front)
         encode = self._encode
         before = np.asarray(encode(text, add_special_tokens=not is_chat), np.int32)
+        check_count(len(before), self._front)
         texts = tuple(options) if is_chat else tuple(f" {option}" for option in options)
         tail = self._tail(before)
         if tail is not None:
@@ -126,6 +127,12 @@ def first_reads(encoded: OptionTokens) -> list[OptionRead]:
     return ([_read(encoded, *single)] if single else []) + [
         _read(encoded, place) for place, ids in enumerate(encoded.options) if len(ids) > 1
     ]
+
+
+def token_bytes(encoded: OptionTokens) -> int:
+    """Return the bytes of a question's tokens with those of its first requests, each of which has the prompt's."""
+    several = sum(len(ids) > 1 for ids in encoded.options)
+    return encoded.before.nbytes * (2 + several) + 2 * sum(ids.nbytes for ids in encoded.options)
 
 
 def later_reads(encoded: OptionTokens, logprobs: Mapping[int, float]) -> list[OptionRead]:
