@@ -130,7 +130,7 @@ def first_reads(encoded: OptionTokens) -> list[OptionRead]:
 
 
 def token_bytes(encoded: OptionTokens) -> int:
-    """Return the bytes of a question's tokens with those of its first requests, each of which has the prompt's."""
+    """Return the bytes of a question's tokens and its first requests; each request repeats the prompt."""
     several = sum(len(ids) > 1 for ids in encoded.options)
     return encoded.before.nbytes * (2 + several) + 2 * sum(ids.nbytes for ids in encoded.options)
 
