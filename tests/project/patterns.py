@@ -97,6 +97,10 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/core/rope_scaling.py": {"_PART": USER("an option of open()", "_LONGEST")},
     "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
+    "toolkit/rekindle/_src/integrations/mcp/limits.py": {
+        "_FIRST_ID": STRANGER("the beginning of a tool server's message", "_ID_BYTES"),
+        "_LAST_ID": STRANGER("the end of a tool server's message", "_ID_BYTES"),
+    },
     "toolkit/rekindle/_src/kvcache/persist/snapshot.py": {"_NAME": USER("a snapshot's name", "100 characters")},
     "toolkit/rekindle/_src/models/loading/checkpoint.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored),

@@ -378,7 +378,7 @@ def _checked_lines(data: bytes, values: int) -> int:
     return values
 
 
-def _refusal(number: int, problem: str) -> SessionMessage:
+def _refusal(number: int | str | None, problem: str) -> SessionMessage:
     """Return the answer in place of one that is not passed on."""
     return SessionMessage(JSONRPCError(jsonrpc="2.0", id=number, error=ErrorData(code=TOO_LARGE, message=problem)))
 
