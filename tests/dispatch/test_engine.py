@@ -1,9 +1,12 @@
-"""The engine by itself: its loop in one thread, and each of its two tasks while the test plays the other one."""
+"""The engine by itself: its loop in one thread, its task while the test plays the device, and the device's turns."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +28,7 @@ from rekindle._src.dispatch.backend import (
     Resume,
     StepOnce,
     StepOutcome,
+    TurnOutcome,
     take,
 )
 from rekindle._src.dispatch.engine import Engine
@@ -93,8 +97,23 @@ def record_calls(runner: Any) -> list[str]:
     return order
 
 
+def outcome_of(engine: Engine, turn: LoopTurn) -> OneShot[TurnOutcome]:
+    """The message that the device's thread answers a turn with."""
+    outcome: OneShot[TurnOutcome] = OneShot()
+    outcome.run(lambda: engine.advance(turn))
+    return outcome
+
+
+def broken(turn: LoopTurn) -> TurnOutcome:
+    raise ZeroDivisionError("advance never raises")
+
+
+def no_turn(turn: LoopTurn) -> None:
+    raise AssertionError(f"{turn} was started")
+
+
 class TestSchedule:
-    """The test plays the step task, so it sees every turn."""
+    """The test plays the device, so it sees every turn."""
 
     async def start(self, group: Any, **options: Any) -> Any:
         made = fake_engine(**options)
@@ -102,7 +121,12 @@ class TestSchedule:
         self.inbox, receive = anyio.create_memory_object_stream[Any](100)
         turns, self.turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, self.events = anyio.create_memory_object_stream[Events](100)
-        group.start_soon(made.schedule, receive, turns, events)
+
+        async def schedule() -> None:
+            async with turns:
+                await made.schedule(receive, turns.send_nowait, events)
+
+        group.start_soon(schedule)
         return made.scheduler
 
     async def turn(self) -> LoopTurn:
@@ -110,7 +134,7 @@ class TestSchedule:
             return await self.turns.receive()
 
     async def answer(self, turn: LoopTurn) -> None:
-        await self.inbox.send(self.engine.advance(turn))
+        await self.inbox.send(outcome_of(self.engine, turn))
 
     async def delivered(self) -> None:
         """Play the detokenize task for what is there by now."""
@@ -239,7 +263,7 @@ class TestSchedule:
             await self.answer(turn)
             turn = await self.turn()
             assert turn.job is not None
-            await self.inbox.send(self.engine.advance(turn))
+            await self.inbox.send(outcome_of(self.engine, turn))
             turn = await self.turn()
             assert turn.plan is not None, "the session did not go on"
             await self.answer(turn)
@@ -274,14 +298,13 @@ class TestSchedule:
 
         scheduler: Any = Waiting()
         send, receive = anyio.create_memory_object_stream[Any](10)
-        turns, _turns = anyio.create_memory_object_stream[LoopTurn](1)
         events, _events = anyio.create_memory_object_stream[Events](10)
         send.send_nowait(make_request("abc"))
         send.send_nowait(Drain())
         with anyio.fail_after(60):
-            await Engine(scheduler, fake_engine().runner).schedule(receive, turns, events)
+            await Engine(scheduler, fake_engine().runner).schedule(receive, no_turn, events)
         assert scheduler.asked >= 5
-        for stream in (send, _turns, _events):
+        for stream in (send, _events):
             stream.close()
 
     def test_a_scheduler_that_plans_nothing_for_long_is_a_defect(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,16 +323,14 @@ class TestStep:
         made = fake_engine()
         made.scheduler.submit(make_request("abc", max_tokens=3))
         order = record_calls(made.runner)
-        device = DeviceThread()
-        turns, inbox = anyio.create_memory_object_stream[LoopTurn](4)
-        outbox, outcomes = anyio.create_memory_object_stream[Any](4)
-        for plan in (made.scheduler.plan(), made.scheduler.plan(), None):
-            turns.send_nowait(LoopTurn(plan))
-        turns.close()
+        device, ended, last = DeviceThread(), list[OneShot[TurnOutcome]](), anyio.Event()
+        for plan in (made.scheduler.plan(), made.scheduler.plan()):
+            device.start(partial(made.advance, LoopTurn(plan)), ended.append)
+        device.start(partial(made.advance, LoopTurn(None)), lambda outcome: (ended.append(outcome), last.set()))
         with anyio.fail_after(60):
-            await made.step(inbox, outbox, device)
+            await last.wait()
         assert order == ["dispatch 0", "dispatch 1", "fetch 0", "fetch 1"]
-        results = [outcome.result for outcome in await rest(outcomes)]
+        results = [outcome.result().result for outcome in ended]
         assert [result and result.plan.step for result in results] == [None, 0, 1]
         assert device.stop(5)
 
@@ -322,6 +343,38 @@ class TestStep:
         assert outcome.result.plan is first and made.awaited(LoopTurn(None)) is None
         ((failed, cause),) = outcome.failed
         assert failed is second and isinstance(cause, ValueError)
+
+    async def test_an_outcome_is_let_go_of_once_it_was_taken(self) -> None:
+        class Result: ...
+
+        device, taken, results = DeviceThread(), anyio.Event(), list[Any]()
+
+        def take(outcome: OneShot[Result]) -> None:
+            results.append(weakref.ref(outcome.result()))
+            taken.set()
+
+        gc.disable()  # a cycle would keep it until a collection
+        try:
+            device.start(Result, take)
+            with anyio.fail_after(60):
+                await taken.wait()
+            await device.run(int)  # the thread has ended the job before this one
+            await anyio.wait_all_tasks_blocked()
+            assert results[0]() is None
+        finally:
+            gc.enable()
+        assert device.stop(5)
+
+    async def test_the_session_ends_with_the_error_of_a_turn(self) -> None:
+        made, device = fake_engine(), DeviceThread()
+        made.advance = broken
+        post, inbox = anyio.create_memory_object_stream[Any](100)
+        outbox, events = anyio.create_memory_object_stream[Events](100)
+        post.send_nowait(make_request("abc", id="a", max_tokens=3))
+        group = pytest.RaisesGroup(pytest.RaisesExc(ZeroDivisionError), flatten_subgroups=True)
+        with events, anyio.fail_after(60), group:
+            await made.serve(inbox, post, outbox, device)
+        assert device.stop(5)
 
     async def test_the_loop_stays_free_while_the_device_works(self) -> None:
         release = threading.Event()

@@ -132,7 +132,7 @@ Control = (
     Pause | Resume | StepOnce | Exclusive[Any]
 )  # sent through intake: they overtake no submission that is taken in soon
 BackendMessage = Request | Abort | Finish | Control | Drain
-ScheduleMessage = BackendMessage | TurnOutcome
+ScheduleMessage = BackendMessage | OneShot[TurnOutcome]
 
 
 def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:

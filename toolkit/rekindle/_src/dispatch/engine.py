@@ -11,6 +11,7 @@ loop, `advance` on its device thread, so that messages are taken while the devic
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -257,52 +258,55 @@ class Engine:
         outbox: MemoryObjectSendStream[Events],
         device: DeviceThread,
     ) -> None:
-        """Run until a `Drain` has come and no request is left: schedule and step, which exchange turns and outcomes."""
-        turns, turned = anyio.create_memory_object_stream[LoopTurn](1)
-        with turns, turned:
-            async with anyio.create_task_group() as watching:
-                watching.start_soon(self.watchdog.run)
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self.schedule, inbox, turns, outbox)
-                    group.start_soon(self.step, turned, post, device)
-                watching.cancel_scope.cancel()
+        """Run until a `Drain` has come and no request is left. The outcome of a turn is a message like others."""
+
+        def ended(outcome: OneShot[TurnOutcome]) -> None:
+            with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # cancelled meanwhile
+                post.send_nowait(outcome)
+
+        def start(turn: LoopTurn) -> None:
+            self.watchdog.wake()
+            device.start(partial(self.advance, turn), ended)
+
+        async with post, anyio.create_task_group() as watching:
+            watching.start_soon(self.watchdog.run)
+            await self.schedule(inbox, start, outbox)
+            watching.cancel_scope.cancel()
 
     async def schedule(
         self,
         inbox: MemoryObjectReceiveStream[ScheduleMessage],
-        turns: MemoryObjectSendStream[LoopTurn],
+        start: Callable[[LoopTurn], object],
         outbox: MemoryObjectSendStream[Events],
     ) -> None:
-        """Decide after every message whether the device gets another turn."""
-        async with inbox, turns, outbox:
+        """Decide after every message whether the device gets another turn, and `start` it.
+
+        Each `await` of a stream is a round of the event loop, which a small model's step would notice, so a stream with
+        room is not awaited.
+        """
+        async with inbox, outbox:
             while True:
-                with anyio.move_on_after(None if self._waited is None else 0.005):
+                if self._waited is None:
                     self._take(await inbox.receive())
+                else:
+                    with anyio.move_on_after(0.005):
+                        self._take(await inbox.receive())
                 while (message := next_waiting(inbox)) is not None:
                     self._take(message)
                 turn = self.begin()
                 if turn is not None:
-                    await turns.send(turn)  # before the events: the device may be waiting
+                    start(turn)  # before the events: the device may be waiting
                 if (events := self.events()) is not None:
-                    await outbox.send(events)
+                    try:
+                        outbox.send_nowait(events)
+                    except anyio.WouldBlock:
+                        await outbox.send(events)
                 if turn is not None:
                     continue
                 if self._drained:
                     return
                 if self._idle and (self._pauses > 0 or not self.scheduler.has_work):
                     self.watchdog.rest()
-
-    async def step(
-        self,
-        inbox: MemoryObjectReceiveStream[LoopTurn],
-        outbox: MemoryObjectSendStream[ScheduleMessage],
-        device: DeviceThread,
-    ) -> None:
-        """Answer every turn with its outcome until the inbox ends."""
-        async with inbox, outbox:
-            async for turn in inbox:
-                self.watchdog.wake()
-                await outbox.send(await device.run(partial(self.advance, turn)))
 
     # Inside.
 
@@ -315,8 +319,8 @@ class Engine:
         return self._draining and self._idle and not self.scheduler.has_work and not self._exclusive
 
     def _take(self, message: ScheduleMessage) -> None:
-        if isinstance(message, TurnOutcome):
-            self.end(message)
+        if isinstance(message, OneShot):
+            self.end(message.result())
         else:
             take(self, message)
 

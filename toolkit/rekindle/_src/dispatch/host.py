@@ -2,7 +2,7 @@
 
     submissions          requests   ┌ backend ─────────────────────────────┐
     ──────────▶ intake ──────────▶  │          turns                       │
-                                    │ schedule ◀────────▶ step ── device thread
+                                    │ schedule ◀──────▶ device thread      │
                                     │          outcomes                    │
                                     └──┬───▲───────────────────────────────┘
                                 events ▼   │ stop strings
@@ -10,7 +10,7 @@
 
 A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells the backend,
 the backend ends after its last request and closes the stream to detokenize. The backend of the picture is an `Engine`;
-a fleet's has replicas in place of schedule and step.
+a fleet's has replicas in their place.
 """
 
 from __future__ import annotations

@@ -328,6 +328,10 @@ class OneShot(Generic[T]):
 
     async def get(self) -> T:
         await until(lambda: self.filled, self.wakeups)
+        return self.result()
+
+    def result(self) -> T:
+        """Return the value that is there, or raise the error."""
         if self._error is not None:
             raise fresh(self._error)
         return self._value
@@ -453,6 +457,22 @@ def capture_contexts() -> Contexts:
     return enter
 
 
+class _Posting:
+    """A wakeup that calls a function on an event loop; no coroutine waits for it."""
+
+    __slots__ = ("_callback", "_waker")
+
+    def __init__(self, waker: LoopWaker, callback: Callback) -> None:
+        self._waker, self._callback = waker, deque((callback,))
+
+    def wake(self) -> None:
+        while self._callback:  # let go of, since it may hold the object that holds this
+            self._waker.post(self._callback.popleft())
+
+    async def wait(self) -> None:
+        raise AssertionError("its callback is called")
+
+
 class DeviceThread:
     """Runs jobs one after another while its callers' loops stay free.
 
@@ -469,6 +489,12 @@ class DeviceThread:
         reply: OneShot[T] = OneShot()
         self._jobs.put((job, reply))
         return await reply.get()
+
+    def start(self, job: Callable[[], T], done: Callable[[OneShot[T]], object]) -> None:
+        """Run `job`, then call `done` with its outcome on the loop that runs now; `done` must not raise."""
+        reply: OneShot[T] = OneShot()
+        reply.wakeups.append(_Posting(current_waker(), partial(done, reply)))
+        self._jobs.put((job, reply))
 
     def stop(self, timeout: float = 0.0) -> bool:
         """End after the queued jobs; true if the thread has ended within `timeout` seconds."""
