@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import plain_sampling
+from helpers.counting import make_scoring_programs
 from helpers.driving import plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from helpers.scheduling import NoReserve
@@ -186,6 +187,7 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     config, tier, rng = tiny_config(**SETUPS[setup]), DictTier(limit=40), np.random.default_rng(7)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
     warm(programs)
+    make_scoring_programs(programs)
     counts = programs.counts.traces, programs.counts.compilations
     engine = Turns(config, programs, tier)
     longest = config.max_model_len or 0

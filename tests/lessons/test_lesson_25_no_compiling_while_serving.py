@@ -1,5 +1,6 @@
-"""Once the programs of the lattice are ready nothing is traced or compiled, whatever is asked for. Programs that score
-prompts are made before, as a session's first scores do.
+"""Once the programs of the lattice are ready nothing is traced or compiled, whatever is asked for.
+
+Programs that score prompts are made before, as a session's first scores do.
 
 Upstream: https://github.com/vllm-project/vllm/pull/14510
 The logits processor compiled again after warm-up.

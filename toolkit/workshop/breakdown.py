@@ -230,6 +230,7 @@ KERNELS = {
     "int8groups": "products", "codebook": "products", "codebookof16": "products", "adapter": "products",
     "adaptergate": "products",
     "decode": "attention", "prefill": "attention", "addkeys": "attention", "write": "pages",
+    "decodepacked": "attention", "prefillpacked": "attention", "writepacked": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
     "gate": "sampling",

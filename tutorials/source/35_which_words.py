@@ -65,7 +65,7 @@ await session.view.attribution(prompt)
 # That is one straight line from here to zero, and the model is no straight line. *Integrated gradients* walk: they average the gradient along the path from a baseline $b$ (a prompt that says nothing) to the prompt $x$. If
 # the walk has enough steps, the scores add up to the whole change of the number, so that nothing is lost and nothing is invented:
 #
-# $$\mathrm{score}_i = (x_i - b_i) \int_0^1 \partial_i f\big(b + a\,(x - b)\big)\,da \qquad \sum_i \mathrm{score}_i = f(x) - f(b)$$
+# $$\mathrm{score}_i = (x_i - b_i) \int_0^1 \partial_i f(b + a\,(x - b))\,da \qquad \sum_i \mathrm{score}_i = f(x) - f(b)$$
 #
 # **Predict.** For $f(x) = 3 x_1 - 2 x_2$, how many steps does the integral need? And what is the score of $x_1$ for $x = (1, 1)$ and $b = (0, 0)$?
 #
@@ -175,6 +175,7 @@ assert abs(total["layer 0, mlp"] - a["mlp", 0].sum()) < 1e-2, "a node's edges ad
 # With SmolLM2, where page 18 has fetched it: which words does *Paris* come from?
 
 # %% tags=["real"]
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
 if smollm2:
     real = await rekindle.open(
         smollm2, max_requests=2, max_model_len=128, precompile="lazy", quiet=True, restore="none"
