@@ -156,7 +156,7 @@ class FleetBackend(Routes):
         async with inbox, post, outbox, anyio.create_task_group() as group:
             group.start_soon(self._deliver, outbox, group)
             async for message in inbox:
-                assert not isinstance(message, TurnOutcome), "a fleet has no steps"
+                assert not isinstance(message, OneShot), "a fleet has no steps"
                 take(self, message)
 
     async def _deliver(self, outbox: MemoryObjectSendStream[Events], group: TaskGroup) -> None:
