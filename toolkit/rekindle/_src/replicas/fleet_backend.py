@@ -12,7 +12,7 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, TurnOutcome, take
+from rekindle._src.dispatch.backend import Control, Drain, Events, ScheduleMessage, take
 from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.link import HANG, OVER, Link, ReplicaState, roll_out
