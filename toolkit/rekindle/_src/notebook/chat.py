@@ -90,8 +90,9 @@ class ChatView(Live):
         suggestions = SUGGESTIONS if suggestions is None else suggestions
         if isinstance(suggestions, str) or not all(isinstance(one, str) and one for one in suggestions):
             raise InvalidRequest("suggestions", suggestions, "must be a list of messages", "Pass [text, …], or []")
-        self.suggestions = tuple(suggestions)
-        self.options, self._sessions = {"overflow": "drop", **options}, sessions
+        self.suggestions: tuple[str, ...] = tuple(suggestions)
+        self.options: dict[str, Any] = {"overflow": "drop", **options}
+        self._sessions = sessions
         self._use(session)
         self._transcripts = Transcripts(session.config.cache_folder)
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
@@ -136,8 +137,8 @@ class ChatView(Live):
         drawn = {name: value for name, value in self.options.items() if name not in _OF_CHAT and value is not None}
         sampling = Sampling.of(session.chat_sampling, drawn)
         session.chat([{"role": "user", "content": "…"}], **self.options)
-        self.session = session
-        self.attachments = Attachments(session)
+        self.session: SessionLike = session
+        self.attachments: Attachments = Attachments(session)
         self.widget.files = self.attachments.most_file
         self._settings = settings.opened_with(sampling, self.options)
 

@@ -48,7 +48,7 @@ class Dashboard(Live):
     def __init__(self, session: SessionLike, steps_of: Observable, *, steps: int = 240) -> None:
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._session, self._steps = session, steps_of
-        self.recorder = Recorder(steps)
+        self.recorder: Recorder = Recorder(steps)
         self._timeline = TimelinePicture(session.config.max_requests, steps)
         self._newest: StepRecord | None = None  # the latest step in the timeline
         self._last = ""
