@@ -1,4 +1,4 @@
-"""What a process knows of its native kernels, for tests that begin without it."""
+"""The native kernels that a process has loaded, which some tests replace or forget."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KernelState(NamedTuple):
 
 
 def begin_with(monkeypatch: pytest.MonkeyPatch, *, ready: set[str] | None = None, failed: str = "") -> KernelState:
-    """Let a process know these kernels alone; without `ready` those that it knows stay ready."""
+    """Replace the kernels that the process has. Those that are ready stay so unless `ready` names others."""
     state = KernelState(build._ready if ready is None else ready, {failed} - {""}, set())
     monkeypatch.setattr(build, "_ready", state.ready)
     monkeypatch.setattr(build, "_failed", state.failed)

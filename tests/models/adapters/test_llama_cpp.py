@@ -87,7 +87,7 @@ def test_heads_of_a_hybrid_lie_in_another_order(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_llama_cpps_own_converter_writes_the_same_adapter(tmp_path: Path) -> None:
-    """Of a folder in PEFT's form, and of one that a session saved, as it does after a training."""
+    """The folders are one in PEFT's form and one that a session saved, as it does after a training."""
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     script, commands = llama_cpp_source() / "convert_lora_to_gguf.py", []
