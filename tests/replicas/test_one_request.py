@@ -25,7 +25,7 @@ from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.capabilities import Capabilities
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.replicas import replica, routes
-from rekindle._src.replicas.routes import Routes
+from rekindle._src.replicas.routes import MOVES, Routes
 from rekindle._src.replicas.wire import decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.structured.reasoning import ReasoningRules
@@ -385,6 +385,6 @@ async def test_of_a_crowd_the_one_that_replicas_die_of_is_found() -> None:
             async with anyio.create_task_group() as group:
                 for number in range(12):
                     group.start_soon(ask, number)
-        assert fleet.stats().lost <= 5
+        assert fleet.stats().lost <= MOVES + 1  # how many it takes depends on who was with it
     assert issubclass(found.pop(5), RequestFailed)
     assert [number for number, (text, _) in found.items() if not undisturbed(number).startswith(text)] == []
