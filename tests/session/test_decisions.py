@@ -106,6 +106,14 @@ async def test_an_option_that_others_begin_with_is_its_own(session: Session) -> 
     assert reading.exclusive(options[:2], {0: math.log(0.1), 1: math.log(0.1)})[0] == reading.LEAST
 
 
+def test_all_requests_of_a_question_are_counted_as_memory_before_the_first_is_made() -> None:
+    """An option that is not among the 20 most likely tokens has a request of its own, with the prompt once more."""
+    encoded = reading.OptionTokens(np.arange(1_000, dtype=np.int32), [np.int32([7]), np.int32([8]), np.int32([9, 9])])
+    reads = [*reading.first_reads(encoded), *reading.later_reads(encoded, {0: -1.0, 2: -1.0})]
+    kept = encoded.before.nbytes + sum(one.nbytes for one in (*encoded.options, *(read.tokens for read in reads)))
+    assert len(reads) == 3 and kept <= reading.token_bytes(encoded) <= 1.1 * kept
+
+
 def test_what_options_begin_with_is_found_in_linear_time(within: Within) -> None:
     """An option of 31,000 tokens held a server and all of its streams for 1.6 s, and a request may have a hundred."""
     drawn = np.random.default_rng(0)

@@ -98,17 +98,18 @@ class OptionReader:
 
     def _whole(self, text: str, before: IntArray, texts: tuple[str, ...], is_chat: bool) -> OptionTokens:
         """Encode each option together with the whole prompt. It may change the last tokens of the prompt."""
-        encode = self._encode
-        wholes = [np.asarray(encode(text + option, add_special_tokens=not is_chat), np.int32) for option in texts]
-        start = len(before)
-        for ids in wholes:
-            shared = min(start, len(ids))
+        ends: list[tuple[int, IntArray]] = []  # of each: how many tokens the prompt gives it, and the others
+        for option in texts:
+            ids = np.asarray(self._encode(text + option, add_special_tokens=not is_chat), np.int32)
+            shared = min(len(before), len(ids))
             differs = np.flatnonzero(before[:shared] != ids[:shared])
-            start = min(int(differs[0]) if len(differs) else shared, len(ids) - 1)
+            shared = min(int(differs[0]) if len(differs) else shared, len(ids) - 1)
+            ends.append((shared, ids[shared:].copy()))  # the prompt once, not once for each option
+        start = min(shared for shared, _ in ends)
         if start < 1:
             fix = "Pass a longer state"
             raise InvalidRequest("state", text, "has no token before the options", fix)
-        return OptionTokens(wholes[0][:start], [ids[start:] for ids in wholes])
+        return OptionTokens(before[:start], [np.concatenate([before[start:shared], ids]) for shared, ids in ends])
 
 
 class OptionRead(NamedTuple):
@@ -130,9 +131,11 @@ def first_reads(encoded: OptionTokens) -> list[OptionRead]:
 
 
 def token_bytes(encoded: OptionTokens) -> int:
-    """Return the bytes of a question's tokens and its first requests; each request repeats the prompt."""
-    several = sum(len(ids) > 1 for ids in encoded.options)
-    return encoded.before.nbytes * (2 + several) + 2 * sum(ids.nbytes for ids in encoded.options)
+    """Return the bytes of a question's tokens and all its requests, of which each repeats the prompt.
+
+    There are as many as options at most: at first one for all of one token, and later one for each that it misses.
+    """
+    return encoded.before.nbytes * (1 + len(encoded.options)) + 2 * sum(ids.nbytes for ids in encoded.options)
 
 
 def later_reads(encoded: OptionTokens, logprobs: Mapping[int, float]) -> list[OptionRead]:
