@@ -414,6 +414,24 @@ async def test_log_probabilities_take_no_more_than_what_is_counted_for_them(
     assert many - few <= 1.1 * (counted_many - counted_few) + 65_536
 
 
+def test_a_request_that_ends_while_a_thread_counts_its_bytes_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = ByteLedger(1_000)
+    account, change = ledger.account("a caller"), ledger.change
+    leaves = threading.Thread(target=account.__exit__)
+
+    def interrupted(*counts: Any) -> None:
+        monkeypatch.undo()
+        leaves.start()
+        leaves.join(0.2)  # it waits for the bytes to be counted
+        change(*counts)
+
+    monkeypatch.setattr(ledger, "change", interrupted)
+    account.hold(results=300)
+    leaves.join(60)
+    account.hold(results=200)
+    assert ledger.held == account.total == 0
+
+
 def test_a_ledger_counts_exactly_whatever_is_refused() -> None:
     draw, ledger = random.Random(5), ByteLedger(1_000)
     accounts = [ledger.account(f"caller {number % 3}") for number in range(9)]

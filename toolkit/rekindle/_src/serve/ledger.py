@@ -83,6 +83,7 @@ class Account:
 
     def __init__(self, ledger: ByteLedger, caller: str) -> None:
         self._ledger, self._caller, self._closed = ledger, caller, False
+        self._lock = threading.Lock()  # threads that read a body or encode prompts hold bytes, too
         self.body = self.parsed = self.pictures = self.results = 0
 
     @property
@@ -102,6 +103,10 @@ class Account:
 
         After the end of the block this does nothing: a thread may read a body on whose client has left.
         """
+        with self._lock:
+            self._hold(body, parsed, pictures, results)
+
+    def _hold(self, body: int | None, parsed: int | None, pictures: int | None, results: int | None) -> None:
         if self._closed:
             return
         body = self.body if body is None else body
@@ -115,8 +120,9 @@ class Account:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self.hold(body=0, parsed=0, pictures=0, results=0)
-        self._closed = True
+        with self._lock:
+            self._hold(0, 0, 0, 0)
+            self._closed = True
 
 
 class Results:
