@@ -148,6 +148,15 @@ async def test_a_client_that_unloads_a_model_in_use_keeps_nobody_out(fakes: Fake
         assert fakes.state("a") is ModelState.LOADED
         other.release()
     assert fakes["a"].log == ["open", "close"] and row.leaves_at is None
+    # It stays as long as its loading took, also when nobody uses it.
+    async with fakes.use("a"), anyio.create_task_group() as group:
+        row.seconds = 30.0
+        group.start_soon(partial(fakes.keeper.unload, "a", stay=True))
+        while row.leaves_at is None:
+            await anyio.lowlevel.checkpoint()
+        assert row.leaves_at == row.stays_until > fakes.keeper.clock()
+        group.cancel_scope.cancel()
+    row.seconds = 0.0
     # The owner's wish counts at once; withdrawn, the door opens again, also if a client still waits.
     async with fakes.use("a"), anyio.create_task_group() as group:
         group.start_soon(partial(fakes.keeper.unload, "a", stay=True))

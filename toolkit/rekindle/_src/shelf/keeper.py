@@ -300,7 +300,8 @@ class Keeper:
     async def unload(self, name: str, *, stay: bool = False) -> None:
         """Unload a model once no request uses it, and let new ones wait.
 
-        With `stay`, for clients: it stays as long as it has to, and takes new requests until then.
+        With `stay`, for clients: it stays as long as it has to, and takes new requests until it leaves. As long as
+        others use it without a pause this does not return.
         """
         entry = self.entries[name]
         with self._lock:
@@ -309,7 +310,7 @@ class Keeper:
                 return
             now = self.clock()
             at = max(now, entry.row.stays_until) if stay else now
-            entry.row.leaves_at = min(at, now if entry.row.leaves_at is None else entry.row.leaves_at)
+            entry.row.leaves_at = at if entry.row.leaves_at is None else min(at, entry.row.leaves_at)
             gone: OneShot[None] = OneShot()
             entry.gone[gone] = not stay
             entry.row.shut = any(entry.gone.values())
