@@ -98,6 +98,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/core/rope_scaling.py": {"_PART": USER("an option of open()", "_LONGEST")},
     "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
     "toolkit/rekindle/_src/integrations/mcp/limits.py": {
+        "_ANSWER": STRANGER("the beginning of a tool server's message", "_ID_BYTES"),
         "_FIRST_ID": STRANGER("the beginning of a tool server's message", "_ID_BYTES"),
         "_LAST_ID": STRANGER("the end of a tool server's message", "_ID_BYTES"),
     },

@@ -648,6 +648,37 @@ async def test_questions_without_an_answer_are_bounded() -> None:
         await to_client.send(ping(78))
         await to_client.send(result)
         assert (await checks.receive()).message.id == 77 and await checks.receive() is result
+        # The library never answers a question that was taken back, and takes 5 and "5" for one.
+        note = transports.JSONRPCNotification(
+            jsonrpc="2.0", method="notifications/cancelled", params={"requestId": "5"}
+        )
+        for message in (transports.SessionMessage(note), ping(77), ping(79), ping(80), result):
+            await to_client.send(message)
+        assert (await checks.receive()).message is note
+        assert (await checks.receive()).message.id == 79 and await checks.receive() is result
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ('{"jsonrpc":"2.0","id":7,"result":[…]}', 7),
+        ('{"id": 7, "jsonrpc": "2.0", "error": {"data":[…]}}', 7),
+        ('{"result":[…],"jsonrpc":"2.0","id":7}\n', 7),
+        ('{"jsonrpc":"2.0","error":{"data":[…]},"id":7}', 7),
+        # Its questions may have the numbers of ours, and are no answers to them.
+        ('{"jsonrpc":"2.0","id":7,"method":"ping","params":[…]}', None),
+        ('{"jsonrpc":"2.0","method":"ping","params":[…],"id":7}', None),
+        ('{"params":[…],"method":"ping","jsonrpc":"2.0","id":7}', None),
+        ('{"jsonrpc":"2.0","id":"7","result":[…]}', None),
+    ],
+)
+def test_the_number_of_an_answer_that_is_not_parsed(text: str, number: int | None) -> None:
+    assert limits.id_of(text.replace("…", "[]," * 200 + "[]").encode()) == number
+
+
+def test_a_message_with_as_many_named_objects_as_values_are_allowed_is_parsed() -> None:
+    objects = ",".join(f'"{place}":{{}}' for place in range(limits.MOST_VALUES - 100))
+    assert limits.unparsed_problem(f"{{{objects}}}".encode()) is None
 
 
 @anyio_test

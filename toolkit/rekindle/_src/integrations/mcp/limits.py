@@ -13,7 +13,7 @@ from rekindle._src.core.names import printable
 MOST_MESSAGE = 4 << 20  # bytes of a message
 MOST_VALUES = 32_768  # JSON values of a message: the protocol's library has a list of errors for each wrong one
 MOST_DEEP = 64  # levels of a message
-MOST_MARKS = 2 * MOST_VALUES + 1_024  # commas, colons and opening brackets; a named value has two
+MOST_MARKS = 3 * MOST_VALUES + 1_024  # commas, colons and opening brackets; a named object has three
 MOST_ASKED = 16  # requests of a server without an answer yet; the protocol's library has a task for each
 MOST_LISTED = 1_024  # tools that a server may list, on all pages
 MOST_PAGES = 64  # of the list of tools
@@ -40,13 +40,20 @@ def unparsed_problem(data: bytes | bytearray) -> str | None:
 
 
 def id_of(data: bytes | bytearray) -> int | None:
-    """Return the id at the beginning or the end of a message that is not parsed; None if there is none."""
-    match = _FIRST_ID.match(data[:_ID_BYTES]) or _LAST_ID.search(data[-_ID_BYTES:])
+    """Return the id at the beginning or the end of an answer that is not parsed; None if there is none.
+
+    A server's own question may have the number of one of ours: it is no answer.
+    """
+    head = data[:_ID_BYTES]
+    match = _FIRST_ID.match(head) or (_LAST_ID.search(data[-_ID_BYTES:]) if _ANSWER.match(head) else None)
     return None if match is None else int(match[1])
 
 
 _ID_BYTES = 128
-_FIRST_ID = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d{1,18})\s*,')
+_VERSION = rb'(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?'
+_OPENING, _OUTCOME = rb"\s*\{\s*" + _VERSION, rb'"(?:result|error)"\s*:'
+_ANSWER = re.compile(_OPENING + _OUTCOME)
+_FIRST_ID = re.compile(_OPENING + rb'"id"\s*:\s*(\d{1,18})\s*,\s*' + _VERSION + _OUTCOME)
 _LAST_ID = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z')
 
 

@@ -44,7 +44,7 @@ try:
     from mcp.client.streamable_http import streamable_http_client
     from mcp.server import MCPServer, Server
     from mcp.shared.message import SessionMessage
-    from mcp.types import ErrorData, JSONRPCError, JSONRPCRequest, JSONRPCResponse
+    from mcp.types import ErrorData, JSONRPCError, JSONRPCNotification, JSONRPCRequest, JSONRPCResponse
     from mcp.types.jsonrpc import jsonrpc_message_adapter
 except ImportError as error:
     raise MissingExtra("mcp", "mcp") from error
@@ -392,16 +392,32 @@ async def _checked(opened: AbstractAsyncContextManager[Any]) -> AsyncIterator[tu
 
 
 class AnswersDue:
-    """A stream to a server, with the number of its requests that are not answered yet."""
+    """A stream to a server, and its requests that are neither answered nor taken back yet."""
 
     def __init__(self, stream: Messages) -> None:
-        self._stream, self.due = stream, 0
+        self._stream = stream
+        self._due = set[str]()  # the library takes 7 and "7" for one
 
     async def send(self, message: Any) -> None:
         """Send a message."""
         await self._stream.send(message)
-        if isinstance(getattr(message, "message", None), JSONRPCResponse | JSONRPCError):
-            self.due -= 1
+        body = getattr(message, "message", None)
+        if isinstance(body, JSONRPCResponse | JSONRPCError):
+            self._due.discard(str(body.id))
+
+    def problem_of(self, asked: JSONRPCRequest) -> str | None:
+        """Note a request of the server, and return None; or return why it can't be passed on."""
+        if str(asked.id) in self._due:
+            return "asks two questions of one number"
+        if len(self._due) >= MOST_ASKED:
+            return f"asks more than {MOST_ASKED} questions at a time"
+        self._due.add(str(asked.id))
+        return None
+
+    def see(self, note: JSONRPCNotification) -> None:
+        """Look at a notification of the server: it may take a question back, which nobody answers then."""
+        if note.method == "notifications/cancelled":
+            self._due.discard(str((note.params or {}).get("requestId")))
 
     async def aclose(self) -> None:
         """Close the stream beneath."""
@@ -435,11 +451,12 @@ class MessageChecks:
             content = {name: getattr(body, name, None) for name in ("result", "params", "error") if hasattr(body, name)}
             if isinstance(body, JSONRPCError):
                 content = {"error": body.error.data}
-            problem, asks = problem_of(content), isinstance(body, JSONRPCRequest)
-            if problem is None and asks and self._answers.due >= MOST_ASKED:
-                problem = f"asks more than {MOST_ASKED} questions at a time"
+            problem = problem_of(content)
+            if problem is None and isinstance(body, JSONRPCRequest):
+                problem = self._answers.problem_of(body)
+            elif problem is None and isinstance(body, JSONRPCNotification):
+                self._answers.see(body)
             if problem is None:
-                self._answers.due += asks
                 return message
             if isinstance(body, JSONRPCResponse | JSONRPCError):
                 return _refusal(body.id, problem)
