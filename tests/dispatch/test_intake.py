@@ -74,6 +74,29 @@ class TestIntake:
         assert sum(turns) == 201
         assert max(turns) <= 2 * intake.AT_A_TIME if running else max(turns) >= 200
 
+    async def test_many_that_are_refused_are_taken_in_by_parts_too(self) -> None:
+        send, receive = anyio.create_memory_object_stream[Submission](200)
+        out, messages = anyio.create_memory_object_stream[Any](200)
+        for _ in range(200):
+            send.send_nowait(submission(ids=[]))
+        send.close()
+        outputs: dict[str, Any] = {"running": object()}
+        turns, over = 0, anyio.Event()
+
+        async def running() -> None:
+            nonlocal turns
+            while not over.is_set():
+                await anyio.lowlevel.checkpoint()
+                turns += 1
+
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as group, messages:
+                group.start_soon(running)
+                await intake.run(receive, out, fake_front(), outputs, capabilities_of())
+                over.set()
+                assert [type(message) for message in await rest(messages)] == [Drain]
+        assert turns >= 200 // intake.AT_A_TIME
+
     async def test_ignoring_eos_leaves_no_eos_ids(self) -> None:
         messages, _ = await self.run(submission(ignore_eos=True))
         assert messages[0].eos_ids == frozenset()

@@ -262,7 +262,10 @@ class Engine:
 
         def ended(outcome: OneShot[TurnOutcome]) -> None:
             with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # cancelled meanwhile
-                post.send_nowait(outcome)
+                try:
+                    post.send_nowait(outcome)
+                except anyio.WouldBlock:
+                    watching.start_soon(post.send, outcome)
 
         def start(turn: LoopTurn) -> None:
             self.watchdog.wake()

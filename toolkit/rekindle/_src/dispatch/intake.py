@@ -57,7 +57,7 @@ async def run(
                         outbox.send_nowait(message)
                     elif intake.at_once(message):
                         await intake.hand_on(message)
-                        taken += len(message.mailbox.request_ids)
+                        taken += max(1, len(message.mailbox.request_ids))  # one that was refused took its time, too
                         if others and taken >= AT_A_TIME:
                             await anyio.lowlevel.checkpoint()
                             taken, others = 0, bool(outputs)
