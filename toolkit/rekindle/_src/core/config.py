@@ -165,6 +165,7 @@ class EngineConfig(ForeignNames, Record):
             them read ahead; or "none". By default a notebook's session finds pages on disk when a prompt needs them.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
+            Those of prompts' log-probabilities compile at their first use, whatever it is.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
         max_adapters (8): adapters (LoRA) on the device at once; others wait in host memory. 0 is a session without.
         max_adapter_rank (64): rank that each of them may have; together they share the room of all.

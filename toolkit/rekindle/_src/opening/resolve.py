@@ -35,7 +35,7 @@ PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
 CPU_SHARE = 0.1  # of RAM
 DEVICE_SHARE = 0.9  # of the free memory
 LEAST_PAGES = 2  # the scratch page, and another one
-ROBUST = 4096  # the hidden size of models that were measured to lose little by keys of four bits
+ROBUST = 4096  # a hidden size; keys of four bits, published: 13.5 -> 47.8 perplexity of Qwen3 0.6B, 7.23 -> 7.38 of 8B
 CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
 
 
