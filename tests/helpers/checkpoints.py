@@ -81,6 +81,8 @@ def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
             values = rng.standard_normal(part.shape).astype(np.float32)
             if ("norm" in path and path.endswith("weight")) or path.endswith("scalar"):
                 values = 1.0 - source.add + 0.2 * values
+            elif path.endswith("mlp.limit"):  # of xIELU, which leaps at zero by as much
+                values = np.full(part.shape, -1e-6)
             elif path.endswith("bias"):
                 values *= 0.2
             else:  # wide enough that greedy decoding wanders, narrow enough that it does not repeat its input
@@ -125,7 +127,7 @@ def write(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**raw, "torch_dtype": dtype}))
     state = fused(raw, tensors(raw, seed) if state is None else state)
-    state = {name: np.ascontiguousarray(value.astype(DTYPES[dtype])) for name, value in state.items()}
+    state = {name: np.asarray(value.astype(DTYPES[dtype]), order="C") for name, value in state.items()}
     if shards == 1:
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return folder

@@ -96,6 +96,16 @@ family(
     ),
     refused={"llama-dynamic-rope-crossing": "dynamic", "llama-yarn-mscale": "truncate"}, implied=HEADS,
 )  # fmt: skip
+family(
+    "apertus", "ApertusForCausalLM", {
+        "apertus": {
+            "num_key_value_heads": 3,
+            **scaled("llama3", original_max_position_embeddings=16, low_freq_factor=1.0, high_freq_factor=4.0),
+        },
+        "apertus-biases": {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    held=["apertus", "apertus-biases"], implied=HEADS,
+)  # fmt: skip
 family("arcee", "ArceeForCausalLM", {"arcee": {}}, held=["arcee"], implied=HEADS)
 family("cohere", "CohereForCausalLM", {"cohere": {"logit_scale": 0.3, **TIED}}, held=["cohere"], implied=HEADS)
 family(

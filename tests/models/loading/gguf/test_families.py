@@ -15,6 +15,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import checkpoint, reading
 from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.loading.gguf.names import within_layer
 from rekindle._src.models.registry import config_from_hf, gguf_forms
 from rekindle.errors import CheckpointError, UnsupportedModel
 
@@ -88,9 +89,39 @@ def test_llama_cpp_calls_the_tensors_so(case: str, tmp_path: Path) -> None:
     ours = {tensor.name.rpartition(".")[0] for tensor in header.tensors}
     assert ours - {"rope_freqs", "rope_factors_long", "rope_factors_short"} <= allowed
     names = gguf.get_tensor_name_map(arch, len(blocks))
-    for theirs in checkpoints.tensors(raw):
-        if ".experts." not in theirs:  # its converter stacks those before it asks for the name
+    numbers = gguf_forms()[raw["model_type"]].numbers
+    for theirs, value in checkpoints.tensors(raw).items():
+        inner = within_layer(theirs)
+        if inner is not None and inner[1] in numbers:
+            listed = header.metadata.numbers(numbers[inner[1]])
+            assert listed.dtype == np.float32 and len(listed) == len(blocks) and listed[inner[0]] == value
+        elif ".experts." not in theirs:  # its converter stacks those before it asks for the name
             assert names.get_name(theirs, try_suffixes=(".weight", ".bias")) in {t.name for t in header.tensors}, theirs
+
+
+def test_numbers_of_layers_are_in_the_metadata_once_or_for_each(tmp_path: Path) -> None:
+    raw = CASES["apertus"]
+    state = {
+        name: np.full_like(value, 0.25) if name.endswith("alpha_p") else value
+        for name, value in checkpoints.tensors(raw).items()
+    }
+    file = gguf_files.convert(checkpoints.write(tmp_path / "folder", raw, state), tmp_path / "model.gguf")
+    tensors = read_header(file).tensors
+    kept = {key: value for key, value in read_header(file).metadata.items() if not key.startswith("xielu.")}
+    pieces = [np.fromfile(file, np.uint8, tensor.nbytes, offset=tensor.offset) for tensor in tensors]
+    described = [OutgoingTensor(tensor.name, tensor.kind, tensor.shape) for tensor in tensors]
+
+    def written(**numbers: Any) -> Path:
+        one = {f"xielu.{key}": read_header(file).metadata.numbers(f"xielu.{key}") for key in ("alpha_n", "beta", "eps")}
+        write_gguf(tmp_path / "other.gguf", {**kept, **one, **numbers}, described, pieces)
+        return tmp_path / "other.gguf"
+
+    found = checkpoint.load(written(**{"xielu.alpha_p": 0.25}), dtype="float32")
+    checkpoints.assert_same(found, checkpoint.load(file, dtype="float32"))
+    with pytest.raises(CheckpointError, match=r"no xielu\.alpha_p in its metadata"):
+        checkpoint.load(written())
+    with pytest.raises(CheckpointError, match=r"xielu\.alpha_p has 1 numbers for 2 layers"):
+        checkpoint.load(written(**{"xielu.alpha_p": np.array([0.25], np.float32)}))
 
 
 def test_rows_of_q_and_k_lie_as_in_the_converter(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ NEMOTRON = {
 CASES: dict[str, dict[str, Any]] = {
     "llama": {}, "llama3-rope": {}, "qwen2": {}, "qwen3": {}, "qwen3-moe": {}, "smollm3": {}, "olmo2": {}, "olmo3": {},
     "granite": {}, "arcee": {}, "seed-oss": {}, "glm4": {}, "cohere": {}, "cohere2": {"rotary_pct": 1.0},
-    "exaone4": {}, "exaone4-no-window": {}, "ernie4.5": {}, "ernie4.5-moe": {}, "qwen2-moe": {}, "olmoe": {},
-    "ministral3": {}, "gpt-oss": {}, "starcoder2": {},
+    "apertus": {}, "exaone4": {}, "exaone4-no-window": {}, "ernie4.5": {}, "ernie4.5-moe": {}, "qwen2-moe": {},
+    "olmoe": {}, "ministral3": {}, "gpt-oss": {}, "starcoder2": {},
     "gemma4-shared-pages-and-embeddings-of-layers": GEMMA4,
     "gemma4-values-of-keys": GEMMA4, "gemma4-moe": GEMMA4,
     "qwen3.5": {}, "qwen3.5-tied-biases": {}, "qwen3.5-moe": {}, "lfm2": {}, "lfm2-moe": {}, "granite4": EPS,

@@ -47,6 +47,8 @@ class GgufForm:
     # llama.cpp's names of modules within a layer, where they differ from `gguf/names.py`.
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, with the ends of their names
+    # Hugging Face's tensors of one number, as in `tensors` → whole keys of the metadata, with a number for each layer.
+    numbers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     fused_experts: bool = False  # gate and up of experts are one tensor
     # Of a layer and a tensor of Hugging Face's, as in `tensors`: how the file's is another, None if it is not.
     rewritten: Callable[[ModelConfig, int, str], TensorRewrite | None] = lambda config, layer, name: None

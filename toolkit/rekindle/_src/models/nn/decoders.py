@@ -22,6 +22,7 @@ from rekindle._src.models.nn.layers import (
     MultipliedMlp,
     PlainMlp,
     QkNormAttention,
+    XieluMlp,
     soft_cap,
 )
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, norm_rows, parameter
@@ -200,6 +201,13 @@ class PlainBlock(Block):
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return PlainMlp(config, precision)
+
+
+class XieluBlock(QkNormBlock):
+    """A block with norms over each head of q and k, and an MLP with xIELU."""
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return XieluMlp(config, precision)
 
 
 class ScaledBlock(SparseBlock):

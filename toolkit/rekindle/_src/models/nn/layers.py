@@ -139,6 +139,31 @@ class PlainMlp(nnx.Module):
         return self.down(activate(self.up(x, norm=norm), self.activation), residual=residual)
 
 
+class XieluMlp(PlainMlp):
+    """An MLP of xIELU, without a gate. The activation is a parabola above zero and an integrated exponential below.
+
+    It has four numbers in each layer: the curvatures above and below zero, stored before softplus, the slope at zero,
+    and the largest input of the exponential.
+    """
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__(config, precision)
+        self.above, self.below = parameter((1,), jnp.float32), parameter((1,), jnp.float32)
+        self.slope, self.limit = parameter((1,), jnp.float32), parameter((1,), jnp.float32)
+
+    def __call__(
+        self, x: Array, step: ForwardPass, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
+        inner = self.up(x, norm=norm)
+        return self.down(self._activated(inner.astype(jnp.float32)).astype(inner.dtype), residual=residual)
+
+    def _activated(self, x: Array) -> Array:
+        slope, limit = self.slope[...], self.limit[...]
+        above, below = jax.nn.softplus(self.above[...]), slope + jax.nn.softplus(self.below[...])
+        curve = jnp.where(x > 0, above * x * x, below * (jnp.expm1(jnp.minimum(x, limit)) - x))
+        return curve + slope * x
+
+
 def soft_cap(x: Array, cap: float | None) -> Array:
     """Limit x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap

@@ -254,6 +254,18 @@ class GgufModel(NamedTuple):
             raise self.unsupported(key, listed, f"for {self.layers} layers")
         return listed
 
+    def each_number(self, key: str) -> list[np.float32]:
+        """Return a number of each layer, as float32, by a key without prefix; files may have it once for all layers."""
+        value = self.metadata.get(key)
+        if value is None or type(value) in (int, float):
+            listed = np.full(self.layers, self.metadata.number(key))
+        elif len(listed := self.metadata.numbers(key)) < self.layers:
+            raise CheckpointError(
+                f"{self.header.path}: {key} has {len(listed):,} numbers for {self.layers} layers. Download it again."
+            )
+        with np.errstate(over="ignore"):
+            return [np.float32(number) for number in listed[: self.layers]]
+
     def attends(self) -> list[bool]:
         """Return which layers have heads of keys and values."""
         return [heads > 0 for heads in self.each("attention.head_count_kv")]

@@ -22,12 +22,12 @@ from rekindle._src.models.family import GgufForm
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, F16, F32, NUMBERS, WRITTEN, BlockType, quantize
 from rekindle._src.models.loading.gguf.files import MAGIC
 from rekindle._src.models.loading.gguf.header import ALIGNMENT, read_header
-from rekindle._src.models.loading.gguf.names import in_block, place
+from rekindle._src.models.loading.gguf.names import in_block, place, within_layer
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
 from rekindle._src.models.loading.manifest import Manifest, Source
 from rekindle._src.models.loading.named_tensors import named_tensors
 from rekindle._src.models.loading.stored import StoredCheckpoint
-from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of
+from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of, rows_of
 from rekindle._src.models.nn.rope import RopeSpec
 from rekindle._src.models.registry import gguf_form
 from rekindle.errors import ConfigError, UnsupportedModel
@@ -79,6 +79,7 @@ def export(stored: StoredCheckpoint, config: ModelConfig, kind: str, done: Done)
         raise ConfigError("type", kind, "is not a type of GGUF that is written", f"Use one of {', '.join(TYPES)}")
     declared, entries = named_tensors(stored, config)
     metadata, extra = (_kept_metadata(stored, config), {}) if stored.is_gguf else describe(config)
+    metadata |= _numbers(config, declared, entries)
     plain = {name: (OutgoingTensor(name, F32, values.shape), values) for name, values in extra.items()}
     if stored.is_gguf:
         plain |= _rope_tensors(stored)
@@ -116,6 +117,17 @@ def _kept_metadata(stored: StoredCheckpoint, config: ModelConfig) -> dict[str, A
     return kept
 
 
+def _numbers(config: ModelConfig, declared: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, list[float]]:
+    """Return the tensors of one number that the file has in its metadata, an array of all layers for each."""
+    form, values = gguf_form(config.model_type), dict[str, list[float]]()
+    for name in (name for source in declared.sources.values() for name in source.names):
+        inner = within_layer(name)
+        if inner is not None and inner[1] in form.numbers:  # sources are in the order of layers
+            (number,) = rows_of(entries[name]._replace(shape=(1,)), 0, 1)
+            values.setdefault(form.numbers[inner[1]], []).append(float(number))
+    return values
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.tolist() if value.dtype == np.bool_ else value
@@ -137,6 +149,8 @@ def _members(config: ModelConfig, declared: Manifest, entries: Mapping[str, Tens
     form = gguf_form(config.model_type)
     for source in declared.sources.values():
         for name in source.names:
+            if (inner := within_layer(name)) is not None and inner[1] in form.numbers:
+                continue
             where = place(in_block(name, config.num_layers), form)
             head = config.head_dim if where.paired else 0
             members.setdefault(where.name, []).append(_Member(entries[name], source, head))

@@ -62,8 +62,8 @@ def place(name: str, form: GgufForm) -> GgufPlace:
     if module in _OUTER:
         return GgufPlace(f"{_OUTER[module]}.{end}")
     whole = _TENSOR.fullmatch(name)
-    if whole is not None and whole[2] in form.tensors:
-        return GgufPlace(f"blk.{whole[1]}.{form.tensors[whole[2]]}")
+    if whole is not None and (theirs := form.tensors.get(whole[2]) or form.numbers.get(whole[2])) is not None:
+        return GgufPlace(f"blk.{whole[1]}.{theirs}")
     match = _LAYER.fullmatch(name)
     assert match is not None, name
     layer, inner, end = match.groups()

@@ -7,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rekindle._src.models import drafters
 from rekindle._src.models.loading.gguf.architecture import GgufModel
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
@@ -20,6 +23,7 @@ from rekindle.errors import CheckpointError, UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.config import ModelConfig
+    from rekindle._src.models.family import GgufForm
 
 _FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
@@ -39,7 +43,8 @@ def look(path: Path, *, outline: bool = False) -> tuple[dict[str, Any], tuple[He
     # The metadata is in the first part, and the ropes' tensors may be in any.
     first = _together(headers)
     raw = _without_tokens(first, tensors) if outline else config(first, tensors)
-    return raw, tuple(gguf_header(header) for header in headers)
+    read = tuple(gguf_header(header) for header in headers)
+    return raw, (_with_numbers(read[0], first, tensors, gguf_form(raw["model_type"])), *read[1:])
 
 
 def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
@@ -127,6 +132,27 @@ def _together(read: Sequence[GgufHeader]) -> GgufHeader:
                     f"{read[0].path.name} it has to be {wanted!r}. Download all parts again."
                 )
     return read[0]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Number:
+    """A tensor of one number, which the metadata has."""
+
+    value: np.float32
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        return np.full(stop - start, self.value)
+
+
+def _with_numbers(header: Header, read: GgufHeader, tensors: dict[str, GgufTensor], form: GgufForm) -> Header:
+    """Return the header with the numbers of layers that the metadata has as tensors, such as "blk.0.xielu.beta"."""
+    if not form.numbers:
+        return header
+    model, entries = GgufModel(read, read.metadata.text("general.architecture"), tensors), list[TensorEntry]()
+    for key in form.numbers.values():
+        for layer, value in enumerate(model.each_number(key)):
+            entries.append(TensorEntry(f"blk.{layer}.{key}", header.file, "F32", (1,), 0, 4, _Number(value)))
+    return header._replace(entries=(*header.entries, *entries))
 
 
 def gguf_header(header: GgufHeader) -> Header:
@@ -223,7 +249,7 @@ def _readable(entry: TensorEntry, name: str, paired: int, expert: int = 0) -> Te
 
     Of the factors of a stack, it has the one of `expert`.
     """
-    if entry.rows is None and entry.has_numbers and not paired:
+    if isinstance(entry.rows, _Number) or (entry.rows is None and entry.has_numbers and not paired):
         return entry
     kind = BY_NAME[entry.dtype]
     if paired and (entry.shape[0] % paired or paired % 2):  # a wrong shape is reported later, by its name
