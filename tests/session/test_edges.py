@@ -14,6 +14,7 @@ from helpers import checkpoints
 from helpers.small import OPTIONS, opening, prompt
 from helpers.tapping import relative
 from helpers.thorough import by_default
+from rekindle._src.session import attributions
 from rekindle.errors import InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("large_steps")
@@ -133,6 +134,23 @@ def test_scores_and_patches_of_all_edges_are_those_of_torch(tmp_path: Path) -> N
     right = [torch.value(edge.source, edge.target, 1.0) - found.value for edge in found.edges.patched]
     assert relative(np.array(exact), np.array(right)) < 1e-3
     assert len({edge[:2] for edge in found.edges.patched}) == 24
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_only_paths_that_exist_are_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of the strongest than there are leave out the reads that come before a write."""
+    options: dict[str, Any] = {"of": OF, "method": "patching", "source": prompt(4, 11), "at": {"mlp": 0}, "edges": True}
+    async with opening(precompile="lazy") as session:
+        a = await session.attribute(prompt(3, 11), **options, exact=4096)
+        assert a.edges is not None
+        backward = [
+            edge for edge in a.edges.patched if place(edge.source, writes=True) > place(edge.target, writes=False)
+        ]
+        assert not backward and 50 < len(a.edges.patched) < a.edges.scores.size
+        monkeypatch.setattr(attributions, "MOST_PATCHES", len(a.edges.patched) - 1)
+        with pytest.raises(InvalidRequest, match="edges, over"):
+            await session.attribute(prompt(3, 11), **options, exact="all")
 
 
 @pytest.mark.parametrize(

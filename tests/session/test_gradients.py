@@ -20,6 +20,8 @@ from helpers.small import MODEL, OPTIONS, opening, plain, prompt
 from helpers.tapping import relative
 from helpers.thorough import by_default
 from rekindle import Steer
+from rekindle._src.capabilities.adapters.request import AdapterLike
+from rekindle._src.capabilities.gradients.adapted import AdapterArrays
 from rekindle._src.capabilities.gradients.owner import GRADIENTS
 from rekindle._src.capabilities.gradients.request import Point, ResolvedObjective
 from rekindle._src.capabilities.gradients.step import GradientKey, arguments_of, program_of
@@ -176,7 +178,9 @@ async def test_prompts_of_one_length_share_a_program_and_a_pass() -> None:
 @pytest.mark.parametrize(
     "name", by_default(["llama", "qwen3-moe", "falcon-h1", "gpt2"], lambda name: name == "qwen3-moe")
 )
-def test_an_adapter_has_the_gradients_of_the_model_that_it_is_merged_into(name: str, tmp_path: Path) -> None:
+def test_an_adapter_has_the_gradients_of_the_model_that_it_is_merged_into(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With products of several ranks, also of experts. Another adapter of its shape is served by the same program."""
     model = checkpoints.model(raw := checkpoints.CASES[name], checkpoints.tensors(raw, seed=7))
     experts = ("gate_up_proj", "down_proj") if name == "qwen3-moe" else ()
@@ -195,7 +199,15 @@ def test_an_adapter_has_the_gradients_of_the_model_that_it_is_merged_into(name: 
         assert owner is not None
         found = [session.gradients(ids, adapter=adapter, **own).result_sync() for adapter in (None, "a", "b")]
         assert owner.compilations <= 2
+        made, arrays_of = list[object](), owner.adapter_arrays
+
+        def counting(adapter: AdapterLike) -> AdapterArrays:
+            made.append(adapter)
+            return arrays_of(adapter)
+
+        monkeypatch.setattr(owner, "adapter_arrays", counting)
         many = session.gradients([ids, ids[:9]], adapter="b", **own).result_sync()
+        assert len(made) == 1, "a thousand prompts share one copy of an adapter"
         a = session.attribute(ids, of=own["of"], at={"mlp": [0]}, adapter="a").result_sync()
         done = session.generate(ids, max_tokens=1, adapter="a", capture=rekindle.Capture({"mlp": 0})).result_sync()
     expected = [found[0]]

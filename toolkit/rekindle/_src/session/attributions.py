@@ -306,6 +306,12 @@ async def _edges(path: _Path, options: AttributionOptions, value: float) -> Edge
         raise InvalidRequest("edges", True, "have no meaning where layers multiply the stream", "Leave it out")
     table = EdgeTable.of(graph.config, prompt.facts)
     owner_of(client).check_edges(prompt.size, *table.widths)
+    before = table.reaches()
+    reachable = int(before.sum())
+    count = reachable if options.exact == "all" else min(options.exact, reachable)
+    if count > MOST_PATCHES:
+        problem = f"are {count:,} edges, over {MOST_PATCHES:,}"
+        raise InvalidRequest("exact", "all", problem, "Pass a number of the strongest")
     places, weights = np.polynomial.legendre.leggauss(options.steps) if options.steps else ([1.0], [2.0])
     none, total = np.zeros((0, 2), np.int32), np.zeros(table.widths)
 
@@ -317,11 +323,6 @@ async def _edges(path: _Path, options: AttributionOptions, value: float) -> Edge
         total += weight / 2 * await computed(client, EdgeKey(key, table), arguments, taken)
     names = [tuple(name for nodes in side for name in nodes.names) for side in table]
     scores = EdgeScores(names[0], names[1], total.astype(np.float32))
-    before = table.reaches()
-    count = int(before.sum()) if options.exact == "all" else options.exact
-    if count > MOST_PATCHES:
-        problem = f"are {count:,} edges, over {MOST_PATCHES:,}"
-        raise InvalidRequest("exact", "all", problem, "Pass a number of the strongest")
     order = np.argsort(-np.where(before, np.abs(total), -1.0), axis=None, kind="stable")[:count]
     chosen = [divmod(int(edge), total.shape[1]) for edge in order]
     patches, values = EdgePatchKey(key, table), list[float]()

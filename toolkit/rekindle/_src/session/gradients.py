@@ -14,6 +14,7 @@ from rekindle._src.calls.prompts import PromptLike, from_column, parse, parse_on
 from rekindle._src.capabilities.adapters.request import AdapterUse
 from rekindle._src.capabilities.captures.request import TAPS
 from rekindle._src.capabilities.captures.tapped import RequestTaps
+from rekindle._src.capabilities.gradients.adapted import AdapterArrays
 from rekindle._src.capabilities.gradients.owner import GRADIENTS, GradientPrograms, ProgramKey
 from rekindle._src.capabilities.gradients.paths import rows_for
 from rekindle._src.capabilities.gradients.request import Objective, Point, points_of, resolved
@@ -78,8 +79,12 @@ def prepared(
     patch: Captured | None,
     adapter: str | Mapping[str, float] | None = None,
     images: Images = None,
+    arrays: AdapterArrays | None = None,
 ) -> GradientPrompt:
-    """Check a prompt, the number after it and its changes. Raise `InvalidRequest` for others."""
+    """Check a prompt, the number after it and its changes. Raise `InvalidRequest` for others.
+
+    `arrays` are the adapter's, if another prompt of the call has them already.
+    """
     client.host.check()
     owner, facts = owner_of(client), TAPS.of(client.front)
     assert facts is not None, "a session with gradients has taps"
@@ -95,7 +100,8 @@ def prepared(
     exact = objective.function is not None
     size = size_for(len(tokens), exact=exact)
     owner.check(size, whole=exact)
-    arrays = {} if use is None else owner.adapter_arrays(use.adapter)
+    if arrays is None:
+        arrays = {} if use is None else owner.adapter_arrays(use.adapter)
     return GradientPrompt(facts, tokens, objective, () if taps is None else taps.edits, size, arrays)
 
 
@@ -155,7 +161,10 @@ async def gradients(
     if len(numbers) != len(prompts):
         problem = f"has {len(numbers)} numbers for {len(prompts)} prompts"
         raise InvalidRequest("of", of, problem, "Pass one for all, or one for each")
-    many = [prepared(client, one, number, steer, patch, adapter) for one, number in zip(prompts, numbers, strict=True)]
+    many, arrays = list[GradientPrompt](), None
+    for one, number in zip(prompts, numbers, strict=True):
+        many.append(prepared(client, one, number, steer, patch, adapter, arrays=arrays))
+        arrays = many[0].adapter  # one copy for all prompts
     return await _of_many(client, many, points_of(at, many[0].facts) if many else ())
 
 
