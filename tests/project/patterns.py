@@ -199,6 +199,7 @@ PATTERNS: dict[str, dict[str, Text]] = {
     },
     "toolkit/rekindle/_src/text/replies/tag_reader.py": {"_LINE": STRANGER("a reply's name", "MAX_NAME")},
     "toolkit/rekindle/_src/text/tokenizer_limits.py": {
+        "_CONTINUED": STRANGER("a tokenizer", "MAX_FILE"),
         "_LETTER_ESCAPES": STRANGER("a tokenizer", "MAX_FILE"),
     },
     "toolkit/workshop/tiny/stories.py": {r"\w+": US("a story", "a story")},
@@ -310,6 +311,7 @@ CALLS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/text/replies/call.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
     "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "MAX_ARGUMENTS")},
     "toolkit/rekindle/_src/text/replies/json_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
+    "toolkit/rekindle/_src/text/tokenizer_limits.py": {"json.loads": STRANGER("a tokenizer", "MAX_FILE")},
     "toolkit/workshop/eagle.py": {
         "ast.parse": US("the standard library", "a file"),
         "json.loads": US("what the model said", "a line"),

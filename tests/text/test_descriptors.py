@@ -93,6 +93,41 @@ def test_a_vocabulary_with_holes_is_used_without_a_word_on_descriptors(tmp_path:
     assert (done.returncode, done.stdout[-2000:], done.stderr[-2000:]) == (0, b"", b"")
 
 
+MERGED = """
+import sys
+from pathlib import Path
+from rekindle._src.text import Tokenizer
+from rekindle.errors import CheckpointError
+
+for path in map(Path, sys.argv[1:]):
+    try:
+        Tokenizer.load(path)
+    except CheckpointError as error:
+        assert "continuing_subword_prefix" in str(error), error
+    else:
+        assert path.name == "right", path
+"""
+
+
+def test_a_merge_over_which_the_library_panics_is_refused_without_a_word(tmp_path: Path) -> None:
+    """A panic is an error, and a line on descriptor 2."""
+    vocabulary = {"a": 0, "b": 1, "##b": 2, "ab": 3, "</s>": 4}
+    folders = []
+    for name, merge in (("right", ["a", "##b"]), ("short", ["a", "b"]), ("text", "a b")):
+        model = {"type": "BPE", "vocab": vocabulary, "merges": [merge], "continuing_subword_prefix": "##"}
+        folders.append(vocabularies.changed(tmp_path / name, {"model": model, "added_tokens": []}, eos_token="</s>"))
+    content = (folders[1] / "tokenizer.json").read_text()
+    assert "continuing_subword_prefix" in content
+    (tmp_path / "escaped").mkdir()
+    (tmp_path / "escaped" / "tokenizer.json").write_text(
+        content.replace("continuing_subword_prefix", "continuing\\u005Fsubword\\u005fprefix")
+    )
+    command = [sys.executable, "-c", MERGED, *map(str, folders), str(tmp_path / "escaped")]
+    environment = {**os.environ, "REKINDLE_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=300, check=False)
+    assert (done.returncode, done.stdout[-2000:], done.stderr[-2000:]) == (0, b"", b"")
+
+
 NOISY = """
 import array, os
 class Tokenizer:

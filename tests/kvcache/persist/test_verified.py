@@ -138,6 +138,8 @@ HEADERS: dict[str, dict[str, Any]] = {
     "no identity": {"leaves": []},
     "an identity of another kind": {"identity": {"fingerprint": 1}, "leaves": []},
     "leaves without a dtype": IDENTITY.fields() | {"leaves": [[[1], "evil"]]},
+    "leaves of a size of many digits": IDENTITY.fields() | {"leaves": [[[10**4000] * 2, "int8"]]},
+    "leaves of many axes": IDENTITY.fields() | {"leaves": [[[1 << 39] * 9000, "int8"]]},
     "leaves of negative size": IDENTITY.fields() | {"leaves": [[[-5], "int8"]]},
     "no list of leaves": IDENTITY.fields() | {"leaves": 3},
 }

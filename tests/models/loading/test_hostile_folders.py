@@ -71,6 +71,7 @@ def quickly(call: Callable[[], Any], seconds: float = 20.0) -> BaseException | N
         ("mixtral", {"num_local_experts": 10**8}, "num_local_experts"),
         ("mistral-window", {"sliding_window": "wide"}, "sliding_window='wide'"),
         ("gpt2", {"n_layer": 10**9}, "n_layer"),
+        ("gpt2", {"n_embd": 47}, "n_embd=47 is not a multiple of n_head"),
     ],
 )
 def test_hostile_numbers_are_refused_at_once(case: str, change: dict[str, Any], named: str) -> None:

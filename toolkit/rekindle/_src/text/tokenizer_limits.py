@@ -151,6 +151,7 @@ _WORD = 1000  # characters of a word that is searched for pieces, in time that g
 _TEMPLATE = 16  # tokens and sequences that a post-processor puts together
 _PARTS = 32
 _CHARSMAP = b'"precompiled_charsmap"'
+_CONTINUED = re.compile(rb'"continuing(?:_|\\u005[fF])subword(?:_|\\u005[fF])prefix"\s*:\s*"[^"]')
 _LETTER_ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:[46][1-9a-fA-F]|[57][0-9aA])")
 
 # Regexes of real tokenizers, in addition to those above. They consume every run of characters that they look at, so
@@ -191,6 +192,36 @@ def check_file(content: bytes, path: Path | str) -> None:
             check_text(int(lengths[index]), limit, path)
     if unigram:
         check_unigram(int(lengths[lengths <= limit].sum()), len(lengths), path)
+    if _CONTINUED.search(content) is not None:
+        _check_merges(content, path)
+
+
+def _check_merges(content: bytes, path: Path | str) -> None:
+    """Raise `CheckpointError` for a merge whose second part lacks the prefix of continuing pieces.
+
+    The library cuts the prefix off without a look, and panics over a part that is shorter: it would write that to the
+    process's output.
+    """
+
+    ends = list[tuple[str, str]]()
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        fields = dict(pairs)
+        prefix, merges = fields.get("continuing_subword_prefix"), fields.get("merges")
+        if not isinstance(merges, list) or not isinstance(prefix, str):
+            return
+        for merge in merges:
+            parts = merge.split(" ") if isinstance(merge, str) else merge
+            end = parts[-1] if isinstance(parts, list) and parts else None
+            if isinstance(end, str) and not end.startswith(prefix):
+                ends.append((end, prefix))
+                return
+
+    with contextlib.suppress(ValueError, RecursionError):  # the library says where it is no JSON
+        json.loads(content.decode(), object_pairs_hook=check)
+    for end, prefix in ends:
+        problem = f"a merge ends in {end[:40]!r}, without the continuing_subword_prefix {prefix[:40]!r}"
+        raise CheckpointError(f"{path}: {problem}. Download it again")
 
 
 def check_text(length: int, limit: int, path: Path | str) -> None:

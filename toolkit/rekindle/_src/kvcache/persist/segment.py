@@ -37,6 +37,7 @@ MAX_VISITS = 1 << 30  # of a page; a record has 32 bits for them
 LAST_TIME = 1e11  # seconds since the epoch, in the year 5138
 _LENGTH = 8  # bytes before the header that say how long it is
 _LONGEST_HEADER = 1 << 20  # bytes; that of a model with 100 layers has some 10,000
+_AXES, _END = 8, 1 << 40  # of an array of a page: its axes at most, and above each size
 _LONGEST_NAME, _LARGEST_NUMBER = 40, 8  # characters of a dtype's name, and bytes of one of its numbers
 
 
@@ -139,8 +140,11 @@ def leaves_in(header: dict[str, Any]) -> tuple[LeafSpec, ...]:
     """Return the layout of payloads that a header describes. Raises StoreError if it describes none."""
     try:
         leaves = tuple(LeafSpec(tuple(shape), _dtype(dtype).name) for shape, dtype in header.get("leaves", ()))
-        if not all(type(size) is int and size >= 0 for leaf in leaves for size in leaf.shape):
-            raise ValueError(f"leaves {header['leaves']!r}")
+        sizes = [size for leaf in leaves for size in leaf.shape]
+        if not all(type(size) is int and 0 <= size < _END for size in sizes) or any(
+            len(leaf.shape) > _AXES for leaf in leaves
+        ):
+            raise ValueError("leaves of sizes that no page has")  # a product of long numbers can't even be written
         return leaves
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreError(f"an index describes no layout of pages ({error!r})") from error

@@ -9,12 +9,15 @@ from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import ACTIVATIONS, ConfigKeys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import REPLICATED, Span, column, heads, row, vocab
+from rekindle.errors import UnsupportedModel
 
 
 def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("add_cross_attention", False)
     keys.only("activation_function", *ACTIVATIONS)
     hidden, layers, heads = keys.size("n_embd"), keys.size("n_layer"), keys.size("n_head")
+    if hidden % heads:
+        raise UnsupportedModel(f"n_embd={hidden} is not a multiple of n_head={heads}. Check config.json.")
     scale = (hidden // heads) ** -0.5 if keys.get("scale_attn_weights", True) else 1.0
     shrink = keys.get("scale_attn_by_inverse_layer_idx", False)
     return ModelConfig(
