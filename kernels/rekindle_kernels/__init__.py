@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     )
     from rekindle_kernels.ops.recurrence import (
         EDGE,
+        ChannelDeltaOptions,
         ConvolutionOptions,
         DeltaOptions,
         DeltaWeights,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
         ScanOptions,
         ScanWeights,
         causal_convolution,
+        channel_delta,
         gated_delta,
         selective_scan,
     )
@@ -97,8 +99,8 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
         "kernels_for kernels_in kernels_origin traits unavailable_reason"
     ),
     "ops.recurrence": (
-        "ConvolutionOptions DeltaOptions DeltaWeights EDGE RaggedBatch ScanOptions ScanWeights causal_convolution "
-        "gated_delta selective_scan"
+        "ChannelDeltaOptions ConvolutionOptions DeltaOptions DeltaWeights EDGE RaggedBatch ScanOptions ScanWeights "
+        "causal_convolution channel_delta gated_delta selective_scan"
     ),
     "ops.registry": "Implementation Registry current_platform",
     "ops.sampling": "Choice SMALL_TOP_K SamplingCall Wanted draw draws_in_one_call greedy top_k",
@@ -110,12 +112,14 @@ _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens", "AdapterCall", "AddKeysCall", "AttentionCall", "AttentionInputs", "AttentionOptions",
-    "AttentionSums", "BackgroundBuild", "Choice", "ConvolutionOptions", "DeltaOptions", "DeltaWeights", "EDGE",
+    "AttentionSums", "BackgroundBuild", "ChannelDeltaOptions", "Choice", "ConvolutionOptions", "DeltaOptions",
+    "DeltaWeights", "EDGE",
     "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall",
     "OPERATIONS", "PACKED", "PackedDtype", "RaggedBatch",
     "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
     "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution",
-    "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment", "exact_precision",
+    "channel_delta", "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment",
+    "exact_precision",
     "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "gpu_path", "greedy",
     "grouped_linear", "has_mask_gates", "implementation_names", "init_pages", "kernel_being_compiled",
     "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention", "quantize_rows",

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from helpers.thorough import by_default
 from rekindle_kernels.ops.recurrence import (
+    ChannelDeltaOptions,
     ConvolutionOptions,
     DeltaOptions,
     DeltaWeights,
@@ -23,6 +24,7 @@ from rekindle_kernels.ops.recurrence import (
     ScanOptions,
     ScanWeights,
     causal_convolution,
+    channel_delta,
     gated_delta,
     selective_scan,
 )
@@ -43,6 +45,8 @@ def tokens(count: int, seed: int) -> Tokens:
         "projected": BETA + HEADS,
         "channels": HEADS * VALUE + 2 * GROUPS * KEY,
         "x": 3 * CHANNELS + FIRST,
+        "heads": HEADS * (2 * KEY + VALUE),
+        "decays": 2 * FIRST + HEADS * (VALUE + KEY + 1),
     }
     return {name: rng.standard_normal((count, width)).astype(np.float32) for name, width in widths.items()}
 
@@ -54,12 +58,25 @@ def drawn(seed: int, *shape: int) -> Array:
 WEIGHT, BIAS, NORM, SKIP = drawn(99, CHANNELS, TAPS), drawn(98, CHANNELS), drawn(96, VALUE), drawn(95, HEADS)
 STEP_BIAS, LOG_RATE = drawn(94, HEADS) - 1, np.log(np.asarray([0.1, 0.6, 1.0, 2.0], np.float32))
 DELTA = DeltaOptions(KEY_HEADS, GATE, BETA, STEP, EPS)
+CHANNEL_STEP = FIRST + HEADS * VALUE  # of `decays`: gates, steps, weights of corrections
+CHANNEL_BETA = CHANNEL_STEP + HEADS * KEY
+CHANNEL_BIAS = drawn(93, HEADS * KEY) - 1
 FACTORS = ConvolutionOptions(first=2 * CHANNELS, before=FIRST, behind=CHANNELS + FIRST)
 
 
 def delta(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
     weights = DeltaWeights(*map(jnp.asarray, (STEP_BIAS, LOG_RATE, NORM)))
     return gated_delta(t["qkv"], t["projected"], weights, states, batch, DELTA, **options)
+
+
+def channels(t: Tokens, states: Any, batch: RaggedBatch, *, bound: float | None = -5.0, **options: Any) -> Any:
+    weights = DeltaWeights(*map(jnp.asarray, (CHANNEL_BIAS, LOG_RATE, NORM)))
+    static = ChannelDeltaOptions(FIRST, CHANNEL_BETA, CHANNEL_STEP, EPS, bound)
+    return channel_delta(t["heads"], t["decays"], weights, states, batch, static, **options)
+
+
+def unbounded(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
+    return channels(t, states, batch, bound=None, **options)
 
 
 def scan(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
@@ -100,6 +117,27 @@ def one_delta(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
     return (normed * gate * sigmoid(gate)).reshape(-1), state
 
 
+def one_channels(t: Tokens, i: int, state: Array, bound: float | None = -5.0) -> tuple[Array, Array]:
+    row = t["decays"][i]
+    q, k = (t["heads"][i, at : at + HEADS * KEY].reshape(HEADS, KEY) for at in (0, HEADS * KEY))
+    q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q, k))
+    v, gate = t["heads"][i, 2 * HEADS * KEY :].reshape(HEADS, VALUE), row[FIRST:CHANNEL_STEP].reshape(HEADS, VALUE)
+    steps = (row[CHANNEL_STEP:CHANNEL_BETA] + CHANNEL_BIAS).reshape(HEADS, KEY)
+    rate = np.exp(LOG_RATE)[:, None]
+    state = (
+        state * np.exp(-rate * np.log1p(np.exp(steps)) if bound is None else bound * sigmoid(rate * steps))[..., None]
+    )
+    beta = sigmoid(row[CHANNEL_BETA : CHANNEL_BETA + HEADS])[:, None]
+    state = state + k[..., None] * (beta * (v - np.einsum("hd,hdv->hv", k, state)))[:, None]
+    out = np.einsum("hd,hdv->hv", q * KEY**-0.5, state)
+    normed = out / np.sqrt(np.mean(out * out, axis=-1, keepdims=True) + EPS) * NORM
+    return (normed * sigmoid(gate)).reshape(-1), state
+
+
+def one_unbounded(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
+    return one_channels(t, i, state, bound=None)
+
+
 def one_scan(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
     values, keys, row = HEADS * VALUE, GROUPS * KEY, t["channels"][i]
     x = row[:values].reshape(HEADS, VALUE)
@@ -127,16 +165,19 @@ def one_between_factors(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
 MATRIX, TAIL = (HEADS, KEY, VALUE), (TAPS - 1, CHANNELS)
 LAYERS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "gated_delta": (delta, one_delta, MATRIX),
+    "channel_delta": (channels, one_channels, MATRIX),
+    "channel_delta, unbounded": (unbounded, one_unbounded, MATRIX),
     "selective_scan": (scan, one_scan, MATRIX),
     "convolution": (convolve, one_convolution, TAIL),
     "between_factors": (between_factors, one_between_factors, TAIL),
 }
 
 
-# By default every native form, and one by XLA, which compiles each for seconds.
+NATIVE = [name for name in LAYERS if not name.startswith("channel_delta")]
+FORMS = [(name, it) for name in LAYERS for it in IMPLEMENTATIONS if it != "native" or name in NATIVE]
+# By default every native form, and two by XLA, which compiles each for seconds.
 EVERY_FORM = by_default(
-    [(name, implementation) for name in LAYERS for implementation in IMPLEMENTATIONS],
-    lambda case: case[1] == "native" or case == ("gated_delta", "xla"),
+    FORMS, lambda case: case[1] == "native" or case in (("gated_delta", "xla"), ("channel_delta", "rows"))
 )
 
 
@@ -207,7 +248,7 @@ def _check_slots(run: Any, t: Tokens, states: Array, batch: RaggedBatch, out: An
     np.testing.assert_array_equal(np.asarray(kept)[1:], slots[1:])  # slot 0 belongs to rows without a sequence
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_native_results_of_rows_without_a_sequence_are_zeros(name: str) -> None:
     """Rows of padding used to be left uninitialised. A NaN in one of them spread to real rows in XLA's scan."""
     run, _, shape = LAYERS[name]
@@ -227,14 +268,14 @@ def test_native_results_of_rows_without_a_sequence_are_zeros(name: str) -> None:
 def test_on_a_cpu_no_array_of_states_is_copied() -> None:
     batch = dataclasses.replace(batch_of([7], []), slots=(jnp.asarray([3]), jnp.asarray([5])))
     t = {name: jnp.asarray(value) for name, value in tokens(1, seed=8).items()}
-    for run, shape in ((delta, MATRIX), (scan, MATRIX), (convolve, TAIL)):
+    for run, shape in ((delta, MATRIX), (channels, MATRIX), (scan, MATRIX), (convolve, TAIL)):
         states = jnp.zeros((14, *shape), jnp.float32)
         compiled = jax.jit(run, donate_argnums=1).lower(t, states, batch).compile()
         whole = ",".join(map(str, states.shape))
         assert not re.findall(rf"= f32\[{whole}\]\S* copy\(", compiled.as_text() or ""), run.__name__
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_a_prompt_that_is_cut_at_edges_gives_the_same_bits(name: str) -> None:
     run, _, shape = LAYERS[name]
     t = tokens(300, seed=3)
@@ -281,6 +322,20 @@ def test_strong_decay_and_full_corrections_stay_finite(implementation: str) -> N
     np.testing.assert_allclose(after[0], state, atol=3e-5)
 
 
+@pytest.mark.parametrize("bound", [-5.0, None])
+def test_the_strongest_decays_of_channels_stay_exact(bound: float | None) -> None:
+    """64 tokens of -5 make a factor of exp(-320), and its inverse overflows: no product may need that."""
+    t = tokens(128, seed=6)
+    t["decays"][:, CHANNEL_STEP:CHANNEL_BETA] = np.where(np.arange(HEADS * KEY) % 2, 30.0, -30.0)
+    t["decays"][::16, CHANNEL_STEP:CHANNEL_BETA] *= -1
+    t["decays"][:, CHANNEL_BETA:] = 30.0
+    t["heads"][:, HEADS * KEY : 2 * HEADS * KEY] = t["heads"][:1, HEADS * KEY : 2 * HEADS * KEY]
+    out, after = channels(t, jnp.zeros((1, *MATRIX)), batch_of([], [(0, 128)]), bound=bound)
+    result, state = expected(partial(one_channels, bound=bound), t, np.zeros(MATRIX, np.float32))
+    np.testing.assert_allclose(out, result, atol=3e-5)
+    np.testing.assert_allclose(after[0], state, atol=3e-5)
+
+
 def test_a_deterministic_call_is_not_computed_by_xla() -> None:
     batch, t = batch_of([7], []), {key: jnp.asarray(value) for key, value in tokens(1, seed=1).items()}
     weights, options = ScanWeights(*map(jnp.asarray, (STEP_BIAS, LOG_RATE, SKIP))), ScanOptions(GROUPS, STEP, True)
@@ -292,7 +347,7 @@ def test_a_deterministic_call_is_not_computed_by_xla() -> None:
         selective_scan(**odd, states=states[:, :, :14], options=options)
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_native_states_have_the_same_bits_as_a_prompt_and_as_generated_text(name: str) -> None:
     run, _, shape = LAYERS[name]
     run, t = partial(run, implementation="native"), tokens(90, seed=7)
@@ -311,7 +366,7 @@ def test_native_states_have_the_same_bits_as_a_prompt_and_as_generated_text(name
 @pytest.mark.parametrize(
     ("name", "implementation"),
     by_default(
-        [(name, implementation) for name in LAYERS for implementation in IMPLEMENTATIONS],
+        FORMS,
         lambda case: case[1] == "native" or case in (("gated_delta", "rows"), ("selective_scan", "xla")),
     ),
 )

@@ -48,7 +48,7 @@ PRIVATE = ("embedding", "mlp_experts", "layer_embedding", *INPUTS)  # no request
 USUAL = "q k v attention mlp"
 EXPERTS = f"{USUAL} gates experts"
 SITES = {  # of all layers of a family together, where they are not the usual ones
-    **dict.fromkeys(("deepseek_v2", "glm4_moe_lite"), "q k attention mlp gates experts"),
+    **dict.fromkeys(("bailing_hybrid", "deepseek_v2", "glm4_moe_lite"), "q k attention mlp gates experts"),
     **dict.fromkeys(
         ("ernie4_5_moe", "gpt_oss", "granitemoe", "granitemoeshared", "lfm2_moe", "mixtral", "olmoe", "qwen2_moe"),
         EXPERTS,

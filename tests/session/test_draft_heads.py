@@ -54,7 +54,7 @@ class Pair(NamedTuple):
 
 PAIRS = [
     *by_default(["qwen3.5", "eagle3", "dflash"], 1),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5-moe", "glm4-moe-lite")),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3.5-moe", "glm4-moe-lite", "ling3")),
 ]
 
 

@@ -23,7 +23,7 @@ from rekindle import Completion, Session
 pytestmark = pytest.mark.usefixtures("shared_programs", "large_steps")
 EDGE = 64  # at multiples of it there may be states
 # NAMES has a model with states and pages in each layer; these others differ in the layers' arithmetic.
-OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
+OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe", "ling3")
 NAMES = (
     *by_default(["qwen3.5", "lfm2", "falcon-h1"]), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 )  # fmt: skip

@@ -10,7 +10,7 @@ from rekindle_kernels.ops.added_keys import ADD_KEYS
 from rekindle_kernels.ops.attention import ATTENTION, ROPE, WRITE_KV
 from rekindle_kernels.ops.linear import ADAPTERS, GATED, GROUPED_LINEAR, LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
-from rekindle_kernels.ops.recurrence import CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
+from rekindle_kernels.ops.recurrence import CHANNEL_DELTA, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
 from rekindle_kernels.ops.sampling import DRAW, GREEDY, TOP_K
 
 CPU, GPU, TPU, ANYWHERE = ("cpu",), ("gpu",), ("tpu",), ("cpu", "gpu", "tpu")
@@ -75,12 +75,14 @@ FILL_PAGES.register("native", ".native.memory", "FILL_PAGES", platforms=CPU)
 FILL_PAGES.register("joined", ".xla.memory", "FILL_JOINED", platforms=GPU)
 FILL_PAGES.register("xla", ".xla.memory", "FILL_PAGES", platforms=ANYWHERE)
 
-for recurrent in (CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN):
-    recurrent.register("native", ".native.recurrence", recurrent.operation.upper(), platforms=CPU)
+for recurrent in (CONVOLUTION, GATED_DELTA, CHANNEL_DELTA, SELECTIVE_SCAN):
+    if recurrent is not CHANNEL_DELTA:  # which has no native kernel yet
+        recurrent.register("native", ".native.recurrence", recurrent.operation.upper(), platforms=CPU)
     recurrent.register("rows", ".xla.recurrence", f"{recurrent.operation.upper()}_ROWS", platforms=CPU)
     recurrent.register("xla", ".xla.recurrence", recurrent.operation.upper(), platforms=ANYWHERE)
 
 OPERATIONS = (
     *(ATTENTION, ADD_KEYS, WRITE_KV, LINEAR, GROUPED_LINEAR, RMS_NORM, GATED, ADAPTERS, ROPE),
-    *(GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN),
+    *(GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES, CONVOLUTION, GATED_DELTA, CHANNEL_DELTA),
+    SELECTIVE_SCAN,
 )

@@ -1,6 +1,6 @@
-"""Layers with a state that each token changes: short convolutions, the gated delta rule, and Mamba-2's selective scan.
+"""Layers with a state that each token changes: short convolutions, delta rules, and Mamba-2's selective scan.
 
-All three take a ragged batch and the state of each sequence before it, and return a result for each token and the
+All of them take a ragged batch and the state of each sequence before it, and return a result for each token and the
 states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds. Rows
 of padding have finite results.
 
@@ -28,6 +28,7 @@ from rekindle_kernels.ops.registry import Registry, current_platform
 
 CONVOLUTION = Registry("convolution")  # run(inputs, options) -> y, tails
 GATED_DELTA = Registry("gated_delta")  # run(inputs, options) -> y, states
+CHANNEL_DELTA = Registry("channel_delta")  # run(inputs, options) -> y, states
 SELECTIVE_SCAN = Registry("selective_scan")  # run(inputs, options) -> y, states
 
 EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cached and cut prompts add in the same order
@@ -106,6 +107,18 @@ class DeltaOptions:
     deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
 
+@dataclass(frozen=True, slots=True)
+class ChannelDeltaOptions:
+    """The static options of a delta rule with a decay for each channel; columns refer to `projected`."""
+
+    gate: int  # the column where the gates [H · V] begin
+    beta: int  # that of the weights of corrections [H]
+    step: int  # that of the steps [H · D]
+    eps: float  # of the norm
+    bound: float | None = None  # the least logarithm of a decay; None: there is none
+    deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
+
+
 class ScanWeights(NamedTuple):
     """The parameters of a selective scan."""
 
@@ -145,7 +158,7 @@ class ConvolutionInputs(NamedTuple):
 
 
 class HeadInputs(NamedTuple):
-    """The arrays of `gated_delta`, or of `selective_scan`."""
+    """The arrays of a delta rule, or of `selective_scan`."""
 
     rows: Array  # qkv, or channels
     projected: Array
@@ -157,7 +170,7 @@ class HeadInputs(NamedTuple):
 def _run(
     operation: Registry,
     inputs: ConvolutionInputs | HeadInputs,
-    options: ConvolutionOptions | DeltaOptions | ScanOptions,
+    options: ConvolutionOptions | DeltaOptions | ChannelDeltaOptions | ScanOptions,
     implementation: str | None,
     platform: str | None,
 ) -> tuple[Array, Array]:
@@ -209,6 +222,29 @@ def gated_delta(
     """
     inputs = HeadInputs(qkv, projected, weights, states, batch)
     return _run(GATED_DELTA, inputs, options, implementation, platform)
+
+
+def channel_delta(
+    qkv: Array,
+    projected: Array,
+    weights: DeltaWeights,
+    states: Array,
+    batch: RaggedBatch,
+    options: ChannelDeltaOptions,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[Array, Array]:
+    """Apply Kimi's delta rule: S ← diag(exp(decay))·S; S ← S + k ⊗ beta·(v - kᵀS); o = qᵀS.
+
+    Rows of qkv are q [H, D], k [H, D] and v [H, V]. q and k get length one, and q a factor of D^-½. beta is the sigmoid
+    of a column of `projected`. The decays of a head [D] are bound·sigmoid(exp(log_rate)·(step + step_bias)), or without
+    a bound -exp(log_rate)·softplus(step + step_bias); `step_bias` is [H · D]. States [N or P, H, D, V] are in float32.
+
+    Returns norm(o)·sigmoid(gate) [T, H · V] in float32, with an RMS norm of each head, and the new states.
+    """
+    inputs = HeadInputs(qkv, projected, weights, states, batch)
+    return _run(CHANNEL_DELTA, inputs, options, implementation, platform)
 
 
 def selective_scan(

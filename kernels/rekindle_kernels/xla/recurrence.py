@@ -4,7 +4,11 @@ A loop passes over (sequence, chunk). Chunks end at multiples of `EDGE` position
 same order however it is cut. Within a chunk the recurrence becomes products of [EDGE, EDGE] and [EDGE, D]: the factor
 between tokens i ≥ j is exp(G_i - G_j), with G the running sum of the logarithms of decays.
 
-The gated delta rule's corrections depend on each other, u_i = beta_i·(v_i - k_iᵀS_{i-1}): a triangular system, whose
+With a decay for each channel, such factors are a vector for each pair of tokens. Between blocks of `_NEAR` tokens they
+are products of two, exp(G_i - G_s) and exp(G_s - G_j), where s is the token before i's block: neither can overflow,
+however strong decays are. Within a block each pair is computed by itself.
+
+The delta rules' corrections depend on each other, u_i = beta_i·(v_i - k_iᵀS_{i-1}): a triangular system, whose
 inverse is built of blocks of 16. XLA:CPU has no call of its own for it, and LAPACK's would not be in a stored program.
 
 On a CPU, where it has no native kernels, states are moved in loops, and decode rows take their steps one after the
@@ -25,6 +29,7 @@ from jax import Array, lax
 
 from rekindle_kernels.ops.recurrence import (
     EDGE,
+    ChannelDeltaOptions,
     ConvolutionInputs,
     ConvolutionOptions,
     DeltaOptions,
@@ -36,6 +41,7 @@ from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.xla.linear import rms_norm
 
 UNIT_EPS = 1e-6  # of the norms of q and k
+_NEAR = 8  # tokens of a block whose pairs are computed one by one; of 8 and 16 it has the fewest exponentials
 _BLOCK = 16  # rows of a triangle that are inverted one after the other
 
 
@@ -276,6 +282,11 @@ def _steps(projected: Array, first: int, bias: Array) -> Array:
 def _delta_step(rows: Rows, states: Array) -> tuple[Array, Array]:
     q, k, v, decay, beta = rows
     states = states * jnp.exp(decay)[..., None, None]
+    return _corrected(q, k, v, beta, states)
+
+
+def _corrected(q: Array, k: Array, v: Array, beta: Array, states: Array) -> tuple[Array, Array]:
+    """Return the results of rows, and their states after the correction."""
     change = beta[..., None] * (v - jnp.einsum("rhd,rhdv->rhv", k, states))
     states = states + k[..., None] * change[..., None, :]
     return jnp.einsum("rhd,rhdv->rhv", q, states), states
@@ -301,6 +312,61 @@ def _delta_chunk(rows: Rows, real: Array, state: Array) -> tuple[Array, Array]:
     state = state * jnp.exp(last)[..., None]
     state = state + jnp.einsum("hid,hiv->hdv", k * jnp.exp(last - total)[..., None], change)
     return jnp.swapaxes(out, 0, 1), state
+
+
+def _channel_delta(moves: _Moves, inputs: HeadInputs, options: ChannelDeltaOptions) -> Results:
+    qkv, projected, weights, states, batch = inputs
+    H, D, V = states.shape[1:]
+    q, k, v = (_heads(part, H) for part in jnp.split(qkv.astype(jnp.float32), [H * D, 2 * H * D], axis=-1))
+    steps = _heads(_columns(projected, options.step, H * D) + weights.step_bias, H)
+    rate = jnp.exp(weights.log_rate)[:, None]
+    decay = -rate * jax.nn.softplus(steps) if options.bound is None else options.bound * jax.nn.sigmoid(rate * steps)
+    beta = jax.nn.sigmoid(_columns(projected, options.beta, H))
+    rows = (_unit(q) * D**-0.5, _unit(k), v, decay, beta)
+    o, states = _scan(moves, rows, states, batch, _channel_step, _channel_chunk)
+    gate = _heads(_columns(projected, options.gate, H * V), H)
+    return (rms_norm(o, weights.norm, options.eps) * jax.nn.sigmoid(gate)).reshape(len(qkv), -1), states
+
+
+def _channel_step(rows: Rows, states: Array) -> tuple[Array, Array]:
+    q, k, v, decay, beta = rows
+    return _corrected(q, k, v, beta, states * jnp.exp(decay)[..., None])
+
+
+def _channel_chunk(rows: Rows, real: Array, state: Array) -> tuple[Array, Array]:
+    q, k, v, decay, beta = (jnp.swapaxes(row, 0, 1) for row in rows)  # as in `_delta_chunk`
+    beta = jnp.where(real, beta, 0)
+    decay, k, v = (jnp.where(real[:, None], row, 0) for row in (decay, k, v))
+    total = jnp.cumsum(decay, axis=1)
+    scaled = k * beta[..., None]
+    inverse = _inverse(jnp.tril(_overlap(scaled, k, total), -1))
+    values = jnp.einsum("hij,hjv->hiv", inverse, v * beta[..., None])
+    keys = jnp.einsum("hij,hjd->hid", inverse, scaled * jnp.exp(total))
+    change = values - jnp.einsum("hid,hdv->hiv", keys, state)
+    out = jnp.einsum("hid,hdv->hiv", q * jnp.exp(total), state)
+    out = out + jnp.einsum("hij,hjv->hiv", _overlap(q, k, total), change)
+    last = total[:, -1:]
+    state = state * jnp.exp(last[:, 0])[..., None]
+    state = state + jnp.einsum("hid,hiv->hdv", k * jnp.exp(last - total), change)
+    return jnp.swapaxes(out, 0, 1), state
+
+
+def _overlap(left: Array, right: Array, total: Array) -> Array:
+    """Return the sums over d of left_i·right_j·exp(total_i - total_j) for i ≥ j, zero elsewhere [H, EDGE, EDGE]."""
+    H, T, D = left.shape
+    blocks = (H, T // _NEAR, _NEAR, D)
+    own, others, sums = (array.reshape(blocks) for array in (left, right, total))
+    before = jnp.concatenate([jnp.zeros_like(total[:, :1]), total[:, _NEAR - 1 : -1 : _NEAR]], axis=1)  # each block
+    far = jnp.exp(jnp.minimum(before[:, :, None] - total[:, None], 0)) * right[:, None]
+    scores = jnp.einsum("hbid,hbjd->hbij", own * jnp.exp(sums - before[:, :, None]), far)
+    earlier = jnp.arange(T) // _NEAR < jnp.arange(T // _NEAR)[:, None]
+    scores = jnp.where(earlier[:, None], scores, 0).reshape(H, T, T)
+    lower = jnp.tril(jnp.ones((_NEAR, _NEAR), bool))[..., None]
+    difference = sums[:, :, :, None] - sums[:, :, None]
+    factors = jnp.where(lower, jnp.exp(jnp.where(lower, difference, 0)), 0)
+    near = jnp.sum(own[:, :, :, None] * others[:, :, None] * factors, axis=-1)
+    diagonal = near[:, :, :, None] * jnp.eye(T // _NEAR)[:, None, :, None]
+    return scores + diagonal.reshape(H, T, T)
 
 
 def _factors(total: Array) -> Array:
@@ -379,4 +445,5 @@ def _implementation(run: Any, *, looped: bool = False) -> Implementation:
 
 CONVOLUTION, CONVOLUTION_ROWS = _implementation(_convolution), _implementation(_convolution, looped=True)
 GATED_DELTA, GATED_DELTA_ROWS = _implementation(_gated_delta), _implementation(_gated_delta, looped=True)
+CHANNEL_DELTA, CHANNEL_DELTA_ROWS = _implementation(_channel_delta), _implementation(_channel_delta, looped=True)
 SELECTIVE_SCAN, SELECTIVE_SCAN_ROWS = _implementation(_selective_scan), _implementation(_selective_scan, looped=True)

@@ -22,7 +22,7 @@ from rekindle._src.models.loading.gguf.export import OutgoingTensor, write_gguf
 from rekindle._src.models.loading.gguf.source import llama_cpp_name
 from rekindle._src.models.registry import config_from_hf, gguf_form, manifest
 
-HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe", "glm4-moe-lite")
+HEADS = ("qwen3.5", "qwen3.5-tied-biases", "qwen3.5-moe", "glm4-moe-lite", "ling3")
 TOLERANCE = 2e-4  # of the logits' standard deviation
 
 
@@ -52,12 +52,15 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         ".hnorm.": "hnorm.",
         ".eh_proj.": "eh_proj.",
         ".shared_head.norm.": "post_norm.",
+        ".final_layernorm.": "post_norm.",
     }
     last = f"model.layers.{raw['num_hidden_layers']}"
     renamed = {
         "mtp.fc.": "eh_proj.", "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
         "mtp.norm.": "post_norm.", "mtp.layers.0.": "mtp_block.",
         **{f"{last}{name}": new for name, new in block_names.items()}, f"{last}.": "mtp_block.",
+        ".attention.dense.": ".self_attn.o_proj.", ".attention.": ".self_attn.",
+        "expert_bias": "e_score_correction_bias",
     }  # fmt: skip
     stacked = any(key.endswith("experts.gate_up_proj") for key in head.state_dict())
     fused = checkpoints.fused(raw, {key: state[key] for key in own}, always=stacked)

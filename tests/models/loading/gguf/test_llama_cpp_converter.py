@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,15 @@ CASES: dict[str, dict[str, Any]] = {
     "falcon-h1": {},
     "falcon-h1-norm-behind-gate": {"tie_word_embeddings": False, "rope_theta": 1e4},  # a tied head has no factor there
     "deepseek-v2": {}, "deepseek-v2-queries-of-a-vector": {}, "glm4-moe-lite": {"n_group": 1},
+    "ling3": {"routed_scaling_factor": 2.5},
+}  # fmt: skip
+# Keys that the converter alone reads. It would read transformers' config if its model_type were known there.
+OF_CONVERTER: dict[str, dict[str, Any]] = {
+    "ling3": {
+        "model_type": "bailing_moe_v3", "architectures": ["BailingMoeV3ForCausalLM"], "no_kda_lora": True,
+        "gated_attention_proj_granularity_type": "head_wise", "score_function": "sigmoid", "norm_topk_prob": True,
+        "rms_norm_eps": 1e-6,
+    },
 }  # fmt: skip
 PROMPT = [3, 9, 27, 81, 11, 5, 7]
 # The converter knows tokenizers by their results; this one's are those of GPT-2's kind. One process converts all,
@@ -86,8 +96,12 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             quantized_checkpoints.write_mxfp4(folders[case], raw=raw_of(case))
         else:
             checkpoints.write(folders[case], raw_of(case))
+            settings = json.loads((folders[case] / "config.json").read_text()) | OF_CONVERTER.get(case, {})
+            (folders[case] / "config.json").write_text(json.dumps(settings))
         vocabularies.write(folders[case], vocabularies.byte_level(), bos_token="<s>", eos_token="</s>")
     run_python("-c", CONVERT, str(source), *map(str, folders.values()))
+    for case in OF_CONVERTER:
+        (folders[case] / "config.json").write_text(json.dumps(raw_of(case)))
     return folders
 
 

@@ -63,6 +63,7 @@ class RecurrentSpec:
     value_size: int = 0
     normed: bool = True  # the result is normed
     norm_first: bool = False  # before it is gated; False: after that
+    decay_bound: float | None = None  # the least logarithm of a decay; None: there is none
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
@@ -102,6 +103,7 @@ class LatentSpec:
     value_size: int
     rank: int  # size of the vector that keys and values are made of
     eps: float = 1e-6  # of the norms of both vectors
+    gated_heads: bool = False  # the sigmoid of a product with the input multiplies each head's result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,6 +134,8 @@ _LATER = (
     "reads",
     "eagle",
     "block",
+    "gated_heads",
+    "decay_bound",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -199,7 +203,7 @@ class ModelConfig:
     recurrent: tuple[RecurrentSpec | None, ...] = ()  # one per layer, or empty: none has a state
     # One per layer, None where it has no pages; or empty: layers without a state have `num_kv_heads` of `head_dim`.
     pages: tuple[Pages | SharedWith | None, ...] = ()
-    latent: LatentSpec | None = None  # all layers have latent pages
+    latent: LatentSpec | None = None  # all layers with pages have latent ones
     mlp_sizes: tuple[int, ...] = ()  # one per layer, 0 where it has no MLP; or empty: all have `intermediate_size`
     multipliers: Multipliers | None = None
     layer_embedding: int = 0  # the size of an embedding that tokens have in each layer

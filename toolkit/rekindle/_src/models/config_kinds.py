@@ -56,10 +56,10 @@ def _is_per_layer(value: Any) -> bool:
 _BY_KIND: Mapping[KeyKind, str] = {
     KeyKind("true or false", _is_flag): (
         "absolute_ids attention_bias attention_k_eq_v attention_out_bias block_auto_adjust_ff_dim causal "
-        "enable_moe_block mamba_norm_before_gate mamba_rms_norm mlp_bias norm_before_fc norm_before_residual "
-        "norm_topk_prob qkv_bias rope_interleave scale_attn_by_inverse_layer_idx scale_attn_weights tie_embedding "
-        "tie_word_embeddings truncate use_bias use_bidirectional_attention use_double_wide_mlp use_expert_bias "
-        "use_ordered_embeddings use_sliding_window use_swa"
+        "enable_moe_block kda_safe_gate mamba_norm_before_gate mamba_rms_norm mlp_bias norm_before_fc "
+        "norm_before_residual norm_topk_prob qkv_bias rope_interleave scale_attn_by_inverse_layer_idx "
+        "scale_attn_weights tie_embedding tie_word_embeddings truncate use_bias use_bidirectional_attention "
+        "use_double_wide_mlp use_expert_bias use_ordered_embeddings use_sliding_window use_swa"
     ),
     KeyKind("a whole number", _is_whole): (
         "block_ff_dim bos_token_id head_dim mamba_d_ssm max_position_embeddings max_window_layers moe_latent_size "
@@ -67,7 +67,7 @@ _BY_KIND: Mapping[KeyKind, str] = {
     ),
     KeyKind("a finite number", _is_number): (
         "attention_in_multiplier attention_multiplier attention_out_multiplier embedding_multiplier key_multiplier "
-        "llama_4_scaling_beta lm_head_multiplier logit_scale mscale mscale_all_dim residual_multiplier "
+        "kda_lower_bound llama_4_scaling_beta lm_head_multiplier logit_scale mscale mscale_all_dim residual_multiplier "
         "routed_scaling_factor ssm_in_multiplier ssm_out_multiplier"
     ),
     KeyKind("a number of at least 0", lambda value: _is_number(value) and value >= 0): (

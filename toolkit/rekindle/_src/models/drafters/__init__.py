@@ -4,7 +4,7 @@ A module is imported when a config of its type is read or its model is made.
 """
 
 MODULES = {  # of each model_type that drafts for another model and is none by itself
-    "dflash": "dflash", "eagle3": "eagle3", "gemma4_assistant": "gemma4_assistant",
+    "bailing_hybrid_mtp": "mtp", "dflash": "dflash", "eagle3": "eagle3", "gemma4_assistant": "gemma4_assistant",
     "gemma4_unified_assistant": "gemma4_assistant", "glm4_moe_lite_mtp": "mtp", "qwen3_5_mtp": "mtp",
 }  # fmt: skip
 BLOCK_ARCHITECTURE = "DFlashDraftModel"  # a head that drafts a block of tokens at once
@@ -13,4 +13,5 @@ BLOCK_ARCHITECTURE = "DFlashDraftModel"  # a head that drafts a block of tokens 
 ARCHITECTURES = (
     BLOCK_ARCHITECTURE, "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
 )  # fmt: skip
-OWN_HEADS = ("glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text")  # model types with a head of their own, in `mtp`
+# Model types with a head of their own, in `mtp`.
+OWN_HEADS = ("bailing_hybrid", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text")

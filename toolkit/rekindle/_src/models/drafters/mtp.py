@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families import deepseek_v2, llama, qwen2, qwen3_5_text
+from rekindle._src.models.families import bailing_hybrid, deepseek_v2, llama, qwen2, qwen3_5_text
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import ConfigKeys
 from rekindle._src.models.loading.manifest import Manifest, Source, one
@@ -59,14 +59,20 @@ def sources_of_qwen(config: ModelConfig) -> dict[str, Source]:
 
 def config_of_glm(config: ModelConfig) -> ModelConfig:
     """Return the config of the layer that drafts tokens, which has the form of the model's last layer."""
+    return of_last_layer(config, "glm4_moe_lite_mtp")
+
+
+def of_last_layer(config: ModelConfig, model_type: str) -> ModelConfig:
+    """Return the config of a head that is one layer like the model's last one, which attends."""
     last = config.num_layers - 1
     return dataclasses.replace(
         config,
-        model_type="glm4_moe_lite_mtp",
+        model_type=model_type,
         num_layers=1,
         attention=config.attention[last:],
         pages=config.pages[last:],
         moe=config.moe[last:],
+        recurrent=(),
         tie_embeddings=True,
     )
 
@@ -76,16 +82,34 @@ def sources_of_glm(config: ModelConfig) -> dict[str, Source]:
     head, E, block = config.draft_head, config.hidden_size, f"model.layers.{config.num_layers}"
     assert head is not None, "the model has a head"
     layer = llama.blocks(head, deepseek_v2.attention_sources, llama.norm_sources, deepseek_v2.mlp_sources)
+    return head_block(E, block, layer, norm="shared_head.norm")
+
+
+def head_block(E: int, block: str, layer: Mapping[str, Source], *, norm: str) -> dict[str, Source]:
+    """Return the sources of a head that is a block of the checkpoint, with the sources of a first layer renamed."""
     return {
         "embedding_norm.weight": one(f"{block}.enorm.weight", E),
         "hidden_norm.weight": one(f"{block}.hnorm.weight", E),
         "join.weight": one(f"{block}.eh_proj.weight", E),
-        "norm.weight": one(f"{block}.shared_head.norm.weight", E),
+        "norm.weight": one(f"{block}.{norm}.weight", E),
         **{
             f"layer.{path.removeprefix('layers.0.')}": source.renamed("model.layers.0", block)
             for path, source in layer.items()
         },
     }
+
+
+def config_of_ling(config: ModelConfig) -> ModelConfig:
+    """Return the config of the layer that drafts tokens: attention and experts, as in the model's last layer."""
+    return of_last_layer(config, "bailing_hybrid_mtp")
+
+
+def sources_of_ling(config: ModelConfig) -> dict[str, Source]:
+    """Return the sources of the head that drafts tokens, a block after the last layer."""
+    head, E, block = config.draft_head, config.hidden_size, f"model.layers.{config.num_layers}"
+    assert head is not None, "the model has a head"
+    mixer, mlp = bailing_hybrid.attention_sources, bailing_hybrid.mlp_sources
+    return head_block(E, block, llama.blocks(head, mixer, llama.norm_sources, mlp), norm="final_layernorm")
 
 
 def part_of_a_checkpoint(keys: ConfigKeys) -> ModelConfig:
@@ -110,8 +134,10 @@ def module_of(block: str) -> Callable[[ModelConfig, Precision], Any]:
 
 
 QWEN, GLM = DraftForm(config_of_qwen, sources_of_qwen), DraftForm(config_of_glm, sources_of_glm)
-HEADS = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "glm4_moe_lite": GLM}
+LING = DraftForm(config_of_ling, sources_of_ling)
+HEADS = {"qwen3_5_text": QWEN, "qwen3_5_moe_text": QWEN, "glm4_moe_lite": GLM, "bailing_hybrid": LING}
 FAMILIES = {
+    "bailing_hybrid_mtp": Family("", part_of_a_checkpoint, module_of("LatentBlock"), manifest),
     "glm4_moe_lite_mtp": Family("", part_of_a_checkpoint, module_of("LatentBlock"), manifest),
     "qwen3_5_mtp": Family("", part_of_a_checkpoint, module_of("DeltaBlock"), manifest),
 }

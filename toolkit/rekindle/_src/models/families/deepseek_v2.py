@@ -60,8 +60,9 @@ def latent_decoder(
     keys: ConfigKeys,
     moe: tuple[MoeSpec | None, ...],
     *,
-    query_rank: int = 1536,
+    query_rank: int | None = 1536,
     interleaved: bool = True,
+    theta: float = 10_000.0,
     **options: Any,
 ) -> ModelConfig:
     """Return the config of a decoder over latent pages; `options` as in `decoder`."""
@@ -72,7 +73,7 @@ def latent_decoder(
         value_size=keys.size("v_head_dim"),
         rank=keys.size("kv_lora_rank"),
     )
-    rope = keys.rope(spec.rotated_size, interleaved=interleaved)
+    rope = keys.rope(spec.rotated_size, theta=theta, interleaved=interleaved)
     pages = Pages(1, spec.rank + spec.rotated_size, spec.rank)
     layers = keys.size("num_hidden_layers")
     attention = AttentionSpec(scale=_scale(keys, spec), rope=rope)
@@ -155,6 +156,11 @@ def gguf_variant(model: GgufModel) -> str | None:
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     model.only("expert_group_count", 0, 1)
+    return latent_keys(model) | model.experts("n_routed_experts")
+
+
+def latent_keys(model: GgufModel) -> dict[str, Any]:
+    """Return the keys of a decoder over latent pages, without the experts."""
     rank, rotated = model.integer("attention.kv_lora_rank"), model.integer("rope.dimension_count")
     rope = model.rope(head_dim=rotated)
     growth = model.number("rope.scaling.yarn_log_multiplier", None)
@@ -173,7 +179,6 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": model.integer("attention.key_length_mla") - rotated,
         "v_head_dim": model.integer("attention.value_length_mla"),
-        **model.experts("n_routed_experts"),
         "n_shared_experts": model.integer("expert_shared_count"),
         "first_k_dense_replace": model.integer("leading_dense_block_count", 0),
         "routed_scaling_factor": model.number("expert_weights_scale", 1.0),

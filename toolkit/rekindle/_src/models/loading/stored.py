@@ -34,7 +34,7 @@ _ASSISTANT_KEYS = (
 _BOTH_WAYS = ("gemma3",)  # models where a picture's tokens see later ones of it, in all layers
 OWN = "model."  # the beginning of a language model's tensor names here, regardless of their names in the file
 # Modules of the embedding, and of the layers next to it. Where both are, a language model is.
-_EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
+_EMBEDDINGS = ("embed_tokens", "word_embeddings", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
 _LAYERS = frozenset(("layers", "h"))
 _HEAD = "lm_head."  # stands anywhere above the language model, or in it
 _DRAFT_HEAD = "draft_head"  # the key of a config whose model has a head that drafts tokens and is used

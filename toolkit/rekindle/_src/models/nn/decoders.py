@@ -28,6 +28,7 @@ from rekindle._src.models.nn.layers import (
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, norm_rows, parameter
 from rekindle._src.models.nn.moe import Experts, ScaledExperts
 from rekindle._src.models.nn.recurrent import (
+    ChannelDeltaNet,
     GatedAttention,
     GatedDeltaNet,
     HeadGatedAttention,
@@ -286,6 +287,7 @@ class LatentAttention(nnx.Module):
         self.norm = RMSNorm(spec.rank, spec.eps, precision)
         self.up = parameter((H * (spec.plain_size + spec.value_size), spec.rank), precision.weights)
         self.out = Linear(E, H * spec.value_size, precision, bias=config.o_bias, partial=True)
+        self.gate = nnx.data(Linear(H, E, precision, quantize=False) if spec.gated_heads else None)
         self.spec, self.rope, self.heads = spec, rope, H
 
     def __call__(
@@ -296,8 +298,8 @@ class LatentAttention(nnx.Module):
             y = step.attend(q, k, v)
         return self.join(y, gate, x.dtype, residual)
 
-    def split(self, x: Array, tables: RopeTables, norm: RMSNorm | None) -> tuple[Array, Array, None, None]:
-        """Return queries and keys of norm(x), normed and rotated. It has no values, and no gate."""
+    def split(self, x: Array, tables: RopeTables, norm: RMSNorm | None) -> tuple[Array, Array, None, Array | None]:
+        """Return queries and keys of norm(x), normed and rotated, and the gates of heads. It has no values."""
         spec, H, T = self.spec, self.heads, x.shape[0]
         made = self.inputs(x, norm=norm)
         q, vector, key = jnp.split(made, [self.first, self.first + spec.rank], axis=-1)
@@ -308,12 +310,14 @@ class LatentAttention(nnx.Module):
         plain = self.up[...].reshape(H, -1, spec.rank)[:, : spec.plain_size]
         queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], plain), turned[:, :H]]
         keys = [self.norm(vector), turned[:, H]]
-        return jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None, None
+        gate = None if self.gate is None else self.gate(x, norm=norm)
+        return jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None, gate
 
-    def join(self, y: Array, gate: None, dtype: DTypeLike, residual: Array | None) -> Array:
+    def join(self, y: Array, gate: Array | None, dtype: DTypeLike, residual: Array | None) -> Array:
         """Return the layer's result, plus `residual`, from the attended vectors [T, H, C]."""
         values = self.up[...].reshape(self.heads, -1, self.spec.rank)[:, self.spec.plain_size :]
         y = _by_head("thc,hvc->thv", y, values)
+        y = y if gate is None else y.astype(dtype) * jax.nn.sigmoid(gate)[..., None]
         return self.out(y.reshape(y.shape[0], -1).astype(dtype), residual=residual)
 
 
@@ -321,6 +325,12 @@ class LatentBlock(SparseBlock):
     """A block with such attention, and experts where the config has them."""
 
     attention_type = LatentAttention
+
+
+class ChannelDeltaBlock(LatentBlock):
+    """A block with Kimi's delta rule where the config has a state, and latent attention elsewhere."""
+
+    state_type = ChannelDeltaNet
 
 
 def _by_head(subscripts: str, x: Array, weights: Array) -> Array:

@@ -19,6 +19,7 @@ from rekindle._src.models.nn.layers import QkNormAttention
 from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import (
+    ChannelDeltaOptions,
     ConvolutionOptions,
     DeltaOptions,
     DeltaWeights,
@@ -26,6 +27,7 @@ from rekindle_kernels import (
     ScanOptions,
     ScanWeights,
     causal_convolution,
+    channel_delta,
     gated_delta,
     selective_scan,
 )
@@ -102,6 +104,28 @@ class GatedDeltaNet(RecurrentLayer):
         qkv, tail = super().compute(projected, states, batch)
         weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
         y, matrices = gated_delta(qkv, projected, weights, states[1], batch, self.options)
+        return y, (*tail, matrices)
+
+
+class ChannelDeltaNet(RecurrentLayer):
+    """Kimi's delta rule, with a decay for each channel of a key, after the convolution; a gated norm follows it."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        spec, fixed = _state(config, layer), precision.deterministic
+        gate, outputs, keys = spec.channels, spec.heads * spec.value_size, spec.heads * spec.key_size
+        step = gate + outputs
+        beta = step + keys
+        convolved = ConvolutionOptions(silu=True, deterministic=fixed)
+        super().__init__(config, layer, precision, inputs=beta + spec.heads, outputs=outputs, convolved=convolved)
+        self.options = ChannelDeltaOptions(gate, beta, step, config.norm_eps, spec.decay_bound, fixed)
+        self.step_bias = parameter((keys,), jnp.float32)
+        self.log_rate = parameter((spec.heads,), jnp.float32)
+        self.norm = RMSNorm(spec.value_size, config.norm_eps, precision)
+
+    def compute(self, projected: Array, states: States, batch: RaggedBatch) -> tuple[Array, States]:
+        qkv, tail = super().compute(projected, states, batch)
+        weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
+        y, matrices = channel_delta(qkv, projected, weights, states[1], batch, self.options)
         return y, (*tail, matrices)
 
 

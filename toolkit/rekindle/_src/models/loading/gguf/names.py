@@ -12,7 +12,8 @@ from typing import NamedTuple
 from rekindle._src.models.family import GgufForm
 
 _OUTER = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "model.final_layernorm": "output_norm",
+    "model.embed_tokens": "token_embd", "model.word_embeddings": "token_embd",
+    "model.norm": "output_norm", "model.final_layernorm": "output_norm",
     "model.embedding_norm": "token_embd_norm", "backbone.embeddings": "token_embd", "backbone.norm_f": "output_norm",
     "lm_head": "output", "model.embed_tokens_per_layer": "per_layer_token_embd",
     "model.per_layer_model_projection": "per_layer_model_proj",

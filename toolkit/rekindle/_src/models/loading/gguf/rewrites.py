@@ -21,6 +21,7 @@ class TensorRewrite(NamedTuple):
     rows: HeadOrder | None = None
     columns: HeadOrder | None = None
     logarithm: bool = False  # the file has -exp(x)
+    negative: bool = True  # or exp(x) otherwise
 
     @property
     def plain(self) -> bool:

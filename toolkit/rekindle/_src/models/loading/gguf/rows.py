@@ -273,7 +273,9 @@ class RewrittenRows(_Runs):
         values = _Runs.__call__(self, start, stop)
         if self.how.columns is not None:
             values = values[:, stored_places(np.arange(values.shape[1]), self.how.columns)]
-        return np.log(-values) if self.how.logarithm else values
+        if not self.how.logarithm:
+            return values
+        return np.log(-values if self.how.negative else values)
 
     @property
     def packing(self) -> Packing | None:
