@@ -197,7 +197,7 @@ def check_file(content: bytes, path: Path | str) -> None:
 
 
 def _check_merges(content: bytes, path: Path | str) -> None:
-    """Raise `CheckpointError` for a merge whose second part lacks the prefix of continuing pieces.
+    """Raise `CheckpointError` for a merge with a second part that lacks the prefix of continuing pieces.
 
     The library cuts the prefix off without a look, and panics over a part that is shorter: it would write that to the
     process's output.

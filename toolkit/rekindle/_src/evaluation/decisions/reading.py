@@ -131,7 +131,7 @@ def first_reads(encoded: OptionTokens) -> list[OptionRead]:
 
 
 def token_bytes(encoded: OptionTokens) -> int:
-    """Return the bytes of a question's tokens and all its requests, of which each repeats the prompt.
+    """Return the bytes of a question's tokens and all its requests; each request repeats the prompt.
 
     There are as many as options at most: at first one for all of one token, and later one for each that it misses.
     """

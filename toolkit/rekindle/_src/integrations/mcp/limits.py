@@ -50,10 +50,11 @@ def id_of(data: bytes | bytearray) -> int | None:
 
 
 _ID_BYTES = 128
-_VERSION = rb'(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?'
-_OPENING, _OUTCOME = rb"\s*\{\s*" + _VERSION, rb'"(?:result|error)"\s*:'
-_ANSWER = re.compile(_OPENING + _OUTCOME)
-_FIRST_ID = re.compile(_OPENING + rb'"id"\s*:\s*(\d{1,18})\s*,\s*' + _VERSION + _OUTCOME)
+_ANSWER = re.compile(rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"(?:result|error)"\s*:')
+_FIRST_ID = re.compile(
+    rb'\s*\{\s*(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"id"\s*:\s*(\d{1,18})\s*,\s*'
+    rb'(?:"jsonrpc"\s*:\s*"2\.0"\s*,\s*)?"(?:result|error)"\s*:'
+)
 _LAST_ID = re.compile(rb',\s*"id"\s*:\s*(\d{1,18})\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z')
 
 

@@ -405,13 +405,13 @@ class AnswersDue:
         if isinstance(body, JSONRPCResponse | JSONRPCError):
             self._due.discard(str(body.id))
 
-    def problem_of(self, asked: JSONRPCRequest) -> str | None:
+    def problem_of(self, request: JSONRPCRequest) -> str | None:
         """Note a request of the server, and return None; or return why it can't be passed on."""
-        if str(asked.id) in self._due:
+        if str(request.id) in self._due:
             return "asks two questions of one number"
         if len(self._due) >= MOST_ASKED:
             return f"asks more than {MOST_ASKED} questions at a time"
-        self._due.add(str(asked.id))
+        self._due.add(str(request.id))
         return None
 
     def see(self, note: JSONRPCNotification) -> None:
