@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         rms_norm,
     )
     from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
+    from rekindle_kernels.ops.page_bounds import BoundCall, bound_pages
     from rekindle_kernels.ops.programs import (
         BackgroundBuild,
         Traits,
@@ -94,6 +95,7 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
         "gated grouped_linear linear rms_norm"
     ),
     "ops.memory": "abstract_pages fill_pages give_up_zeros init_pages zeros",
+    "ops.page_bounds": "BoundCall bound_pages",
     "ops.programs": (
         "BackgroundBuild Traits build_kernels configure ensure_kernels environment fuse gpu_path kernel_being_compiled "
         "kernels_for kernels_in kernels_origin traits unavailable_reason"
@@ -112,19 +114,17 @@ _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens", "AdapterCall", "AddKeysCall", "AttentionCall", "AttentionInputs", "AttentionOptions",
-    "AttentionSums", "BackgroundBuild", "ChannelDeltaOptions", "Choice", "ConvolutionOptions", "DeltaOptions",
-    "DeltaWeights", "EDGE",
-    "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall", "LinearOptions", "MaskGate", "NormCall",
-    "OPERATIONS", "PACKED", "PackedDtype", "RaggedBatch",
-    "Registry", "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted",
-    "WriteCall", "abstract_pages", "activate", "add_adapters", "add_keys", "build_kernels", "causal_convolution",
+    "AttentionSums", "BackgroundBuild", "BoundCall", "ChannelDeltaOptions", "Choice", "ConvolutionOptions",
+    "DeltaOptions", "DeltaWeights", "EDGE", "GatedCall", "GroupedCall", "Implementation", "LayerKV", "LinearCall",
+    "LinearOptions", "MaskGate", "NormCall", "OPERATIONS", "PACKED", "PackedDtype", "RaggedBatch", "Registry",
+    "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted", "WriteCall",
+    "abstract_pages", "activate", "add_adapters", "add_keys", "bound_pages", "build_kernels", "causal_convolution",
     "channel_delta", "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment",
-    "exact_precision",
-    "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros", "gpu_path", "greedy",
-    "grouped_linear", "has_mask_gates", "implementation_names", "init_pages", "kernel_being_compiled",
-    "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention", "quantize_rows",
-    "rms_norm", "rope", "scatter_pages", "selective_scan", "storage_dtype", "top_k", "traits", "unavailable_reason",
-    "write_kv", "zeros",
+    "exact_precision", "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros",
+    "gpu_path", "greedy", "grouped_linear", "has_mask_gates", "implementation_names", "init_pages",
+    "kernel_being_compiled", "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention",
+    "quantize_rows", "rms_norm", "rope", "scatter_pages", "selective_scan", "storage_dtype", "top_k", "traits",
+    "unavailable_reason", "write_kv", "zeros",
 ]  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class LayerKV(NamedTuple):
     pages: Array  # [P, 2, K, S, D], or [P, 1, K, S, D]
     scales: Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of narrow pages
     values: Array | None = None  # uint8 [P, 1, K, S, D/2] of packed pages, whose `pages` [P, 1, K, S, …] are keys alone
+    bounds: Array | None = None  # [P, 2, K, D]: the smallest and the largest numbers of each page's keys, in bfloat16
 
     @property
     def dtype(self) -> jnp.dtype | PackedDtype:

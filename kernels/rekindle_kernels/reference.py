@@ -32,8 +32,12 @@ def attend(
     sinks: Array | None,
     options: AttentionOptions,
     sees: Array | None = None,
+    chosen: Array | None = None,
 ) -> Array:
-    """Return attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
+    """Return attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32.
+
+    Of these it sees only the ones that are `chosen` [K, L].
+    """
     group = q.shape[1] // keys.shape[1]
     at = jnp.arange(keys.shape[0])
     stored = (at < kv_len)[:, None, None]
@@ -51,6 +55,8 @@ def attend(
         if not options.causal:
             visible &= at[None, :] < positions[:, None] + options.sliding_window
     logits = jnp.where(visible[None], logits, -jnp.inf)
+    if chosen is not None:
+        logits = jnp.where(jnp.repeat(chosen, group, axis=0)[:, None], logits, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))
         logits = jnp.concatenate([logits, sink], axis=-1)
@@ -59,6 +65,27 @@ def attend(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = (weights / jnp.where(total == 0, 1, total))[..., : keys.shape[0]]
     return jnp.einsum("htl,lhd->thd", weights, values, precision="highest")
+
+
+def chosen_keys(q: Array, kv: LayerKV, pages: Array, kv_len: Array, options: AttentionOptions) -> Array:
+    """Return bool [K, L], True for the keys on pages that a decode row with query q [H, D] attends to."""
+    assert kv.bounds is not None, "the pages have bounds"
+    assert options.most_pages is not None, "rows choose pages"
+    K, D = kv.kv_heads, q.shape[-1]
+    bounds = kv.bounds if kv.bounds.dtype == jnp.bfloat16 else lax.bitcast_convert_type(kv.bounds, jnp.bfloat16)
+    bounds = bounds[pages].astype(jnp.float32)  # [W, 2, K, D]
+    products = q.astype(jnp.float32).reshape(K, -1, 1, 1, D) * bounds.transpose(2, 0, 1, 3)[:, None]  # [K, G, W, 2, D]
+    most = jnp.max(products, axis=3).sum(-1) * options.scale
+    at, last = jnp.arange(len(pages)), (kv_len - 1) // kv.page_size
+    most = jnp.where(at < last, most, -jnp.inf)
+    largest = jnp.max(most, axis=-1, keepdims=True)
+    shares = jnp.exp(jnp.maximum(most - jnp.where(jnp.isfinite(largest), largest, 0), -80))
+    shares = jnp.where(at < last, shares, 0)
+    total = shares.sum(-1, keepdims=True)
+    shares = jnp.where(at < last, (shares / jnp.where(total == 0, 1, total)).sum(1), -1)
+    order = jnp.argsort(-shares, axis=-1, stable=True)[:, : options.most_pages - 1]
+    chosen = jnp.zeros(shares.shape, bool).at[jnp.arange(K)[:, None], order].set(True) | (at == last)
+    return jnp.repeat(chosen, kv.page_size, axis=1)
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
@@ -83,7 +110,12 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         if options.sliding_window is not None:  # pages before the first query's window may be anyone's
             owned = (jnp.arange(len(keys)) > kv_len - count - options.sliding_window)[:, None, None]
             keys, values = jnp.where(owned, keys, 0), jnp.where(owned, values, 0)
-        result = attend(q, keys, values, positions, kv_len, inputs.sinks, options, inputs.sees)
+        chosen = None
+        if options.most_pages is not None:
+            row = jnp.minimum(sequence, decode_rows - 1)
+            chosen = chosen_keys(q[row], inputs.kv, inputs.page_table[row], kv_lens[row], options)
+            chosen |= sequence >= decode_rows
+        result = attend(q, keys, values, positions, kv_len, inputs.sinks, options, inputs.sees, chosen)
         inside = (token >= first) & (token < first + count) & (kv_len > 0)
         return jnp.where(inside[:, None, None], result, out)
 

@@ -11,8 +11,7 @@ from rekindle_kernels.native.kernel_table import GROUPED, KERNELS, MATVEC, PREFI
 from rekindle_kernels.native.products import DTYPES
 
 VARIANTS = [
-    spec.variant(*{"dtype": dtype, "head_dim": size}.values()) if len(spec.parameters) == 2
-    else spec.variant(*[dtype] * len(spec.parameters))
+    spec.variant(*({"dtype": dtype, "head_dim": size}[parameter] for parameter in spec.parameters))
     for spec in KERNELS.values() for dtype in DTYPES for size in (16, 64, 80, 128, 256)
 ]  # fmt: skip
 VARIANTS += [GROUPED[weight].variant(scale) for weight, scales in STORED.items() for scale in scales]

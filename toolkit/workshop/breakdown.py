@@ -231,6 +231,7 @@ KERNELS = {
     "adaptergate": "products",
     "decode": "attention", "prefill": "attention", "addkeys": "attention", "write": "pages",
     "decodepacked": "attention", "prefillpacked": "attention", "writepacked": "pages",
+    "pagebounds": "pages", "pageboundspacked": "pages", "choose": "attention",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
     "gate": "sampling",

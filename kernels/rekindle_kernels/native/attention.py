@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 from jax import Array
 
-from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native import kernel_table, page_bounds
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
 from rekindle_kernels.native.cpu import has_feature
@@ -145,8 +145,9 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
             f"{H} query heads of {kv.kv_heads} kv heads: every decode row needs a token and a length, "
             "and every kv head as many query heads"
         )
+    queries32 = q.astype(jnp.float32)
     operands = {
-        "q": q.astype(jnp.float32),
+        "q": queries32,
         "pages": kv.pages,
         "scales": kv.scales,
         **({} if kv.values is None else {"values": kv.values}),
@@ -163,8 +164,10 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array
     decoding, prompting = attention_variants(kv.dtype.name, D)
     out, sizes = None, widths(kv)
     if R and not deterministic:
-        keys = STRETCH if R * kv.kv_heads < FEW else FAR
-        (out,) = call(decoding, operands, {**settings, "keys": keys}, sizes)
+        keys, read = STRETCH if R * kv.kv_heads < FEW else FAR, operands
+        if options.most_pages is not None:
+            read = {**operands, "page_table": page_bounds.choose(queries32, inputs, options)}
+        (out,) = call(decoding, read, {**settings, "keys": keys, "apart": read is not operands}, sizes)
     if T > R or deterministic:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
         prompts = {
@@ -199,7 +202,7 @@ def supports(wanted: AttentionCall) -> str | None:
     kernels = [decoding] * (wanted.decode_rows > 0) + [prompting] * (wanted.tokens > wanted.decode_rows)
     if wanted.deterministic:
         kernels = [prompting]
-    return unavailable(wanted) or (None if all(map(builds, kernels)) else NOT_BUILT)
+    return unavailable(wanted) or (None if all(map(builds, kernels)) else NOT_BUILT) or page_bounds.chooses(wanted)
 
 
 def _packed_heads(head_dim: int) -> str | None:

@@ -123,6 +123,8 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
         elif spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
             for rank, dtype in enumerate(dtypes):
                 attention += [(rank, at, spec.variant(dtype, size).name) for at, size in enumerate(head_dims)]
+        elif spec.parameters == kernel_table.HEAD_DIM:
+            names += [spec.variant(size).name for size in head_dims]
         elif spec.parameters:
             names += [spec.variant(dtype).name for dtype in dtypes]
         else:
@@ -133,12 +135,13 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 def likely_kernels() -> list[str]:
     """Return the kernels that an installation compiles: float32 and int8 pages for the commonest head sizes.
 
-    Kernels for float16, packed pages, adapters and states are compiled by the sessions that need them.
+    Kernels for float16, packed pages, bounds of pages, adapters and states are compiled by the sessions that need them.
     """
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
-    rare = {spec.kind for spec in (*kernel_table.ADAPTERS, *kernel_table.RECURRENT, *kernel_table.PACKED)}
+    seldom = *kernel_table.ADAPTERS, *kernel_table.RECURRENT, *kernel_table.PACKED, *kernel_table.BOUNDED
+    rare = {spec.kind for spec in seldom}
 
     def likely(name: str) -> bool:
         kind, _, pages = name.partition("_")

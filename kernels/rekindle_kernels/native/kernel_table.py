@@ -137,7 +137,7 @@ class Variant(NamedTuple):
 
 
 # The tables.
-DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
+DTYPE, HEAD_DIM, DTYPE_AND_HEAD_DIM = ("dtype",), ("head_dim",), ("dtype", "head_dim")
 DTYPES = ("bfloat16", "float32", "float16", "int8")  # of matrices and pages, the likeliest first
 ADAPTED = DTYPES[:3]  # of adapters
 WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
@@ -314,7 +314,7 @@ _ATTENTION = (
     Operand("q", "T H D"),
     Operand("pages", "P 2 K S D", dtype=None),
     Operand("scales", "P 2 K S", optional=True),  # of int8 pages
-    Operand("page_table", "R W", "int32"),
+    Operand("page_table", "I W", "int32"),
     Operand("lens", "R", "int32"),
     Operand("sinks", "H", optional=True),
 )
@@ -335,7 +335,9 @@ DECODE = KernelSpec(
     "decode",
     _ATTENTION,
     (Result("out", "T H D"),),
-    settings={**_ATTENTION_SETTINGS, "keys": "int32"},  # of one piece of work
+    # `keys` of one piece of work. `apart` is 1 where each kv head of a row has a page table of its own, of the pages
+    # that its queries chose.
+    settings={**_ATTENTION_SETTINGS, "keys": "int32", "apart": "int32"},
     parameters=DTYPE_AND_HEAD_DIM,
 )
 DECODE_PACKED = _over_packed_pages(DECODE)
@@ -358,7 +360,36 @@ PREFILL = KernelSpec(
     parameters=DTYPE_AND_HEAD_DIM,
 )
 PREFILL_PACKED = _over_packed_pages(PREFILL)
-PACKED = (WRITE_PACKED, DECODE_PACKED, PREFILL_PACKED)
+
+# Bounds of the keys of pages that are full now, as bfloat16; and the pages that decode rows choose by them.
+BOUND_PAGES = KernelSpec(
+    "pagebounds",
+    operands=(
+        Operand("pages", "P 2 K S D", dtype=None),
+        Operand("scales", "P 2 K S", optional=True),
+        Operand("bounds", "P 2 K D", "bfloat16"),
+        Operand("page_ids", "T", "int32"),
+        Operand("offsets", "T", "int32"),
+    ),
+    results=(Result("out", "P 2 K D", "bfloat16", into="bounds"),),
+    parameters=DTYPE_AND_HEAD_DIM,
+)
+BOUND_PACKED = _over_packed_pages(BOUND_PAGES)
+# B pages of each row and kv head, for queries that are first rotated if `rotated` is 1.
+CHOOSE_PAGES = KernelSpec(
+    "choose",
+    operands=(
+        Operand("q", "T H D"),
+        Operand("bounds", "P 2 K D", "bfloat16"),
+        Operand("page_table", "I W", "int32"),
+        Operand("lens", "R", "int32"),
+    ),
+    results=(Result("chosen", "J B", "int32"),),
+    settings={"decode_rows": "int32", "page_size": "int32", "rotated": "int32", "scale": "float32"},
+    parameters=HEAD_DIM,
+)
+PACKED = (WRITE_PACKED, DECODE_PACKED, PREFILL_PACKED, BOUND_PACKED)
+BOUNDED = (BOUND_PAGES, BOUND_PACKED, CHOOSE_PAGES)  # of sessions whose rows choose pages
 
 # Attention in both directions to a block of keys: their values, by their weights, are added to the sums of all blocks
 # before. Query i sees the keys from starts[i] to stops[i], which may lie outside of the block.
@@ -493,6 +524,8 @@ KERNELS = {
             WRITE_KV,
             DECODE,
             PREFILL,
+            BOUND_PAGES,
+            CHOOSE_PAGES,
             *PACKED,
         ),
         *(ARGMAX, SAMPLE, GATE, ADD_KEYS, *ADAPTERS, *RECURRENT),

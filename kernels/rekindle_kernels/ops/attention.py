@@ -90,9 +90,9 @@ def write_kv(
     """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
 
     Latent pages have keys alone, and v is None. Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
-    Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`; those of packed pages are
-    rotated first. Padding tokens write to
-    page 0; which of two tokens with one destination wins is undefined.
+    Bounds stay as they are: see `ops.page_bounds`. Values are rounded, or quantised with a scale per token and head, to
+    the dtype of `kv`; those of packed pages are rotated first. Padding tokens write to page 0; which of two tokens with
+    one destination wins is undefined.
     """
     assert kv.latent == (v is None), "latent pages, and only they, have no values"
     k, v = widened(k, kv), None if v is None else widened(v, kv)
@@ -107,8 +107,8 @@ def write_kv(
         latent=kv.latent,
     )
     with jax.named_scope("write_kv"):
-        written: LayerKV = WRITE_KV.choose(call, implementation).run(kv, k, v, page_ids, offsets)
-    return written
+        written: LayerKV = WRITE_KV.choose(call, implementation).run(kv._replace(bounds=None), k, v, page_ids, offsets)
+    return written._replace(bounds=kv.bounds)
 
 
 ATTENTION = Registry("attention")  # run(inputs, options) -> [T, H, D]
@@ -154,6 +154,8 @@ class AttentionOptions:
     deterministic: bool = False  # a query's result is the same to the last bit in any batch
     value_size: int | None = None  # of latent pages: so many first numbers of the keys are the values
     causal: bool = True  # False: a query also sees the keys after it; with a window, the next w - 1
+    # Pages that a decode row attends to in each kv head, the last one included, chosen as in `ops.page_bounds`
+    most_pages: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,7 @@ class AttentionCall:
     value_size: int | None = None
     causal: bool = True  # no query sees the keys after it
     sees: bool = False  # some see as many of them as `AttentionInputs.sees` says
+    most_pages: int | None = None
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
@@ -204,6 +207,7 @@ class AttentionCall:
             value_size=options.value_size,
             causal=options.causal and inputs.sees is None,
             sees=inputs.sees is not None,
+            most_pages=options.most_pages,
         )
 
 
@@ -225,6 +229,12 @@ def paged_attention(
         f"page_table {table.shape}, kv_lens {lens.shape} and cu_q_lens {ends.shape} disagree with {rows} decode rows"
     )
     assert inputs.kv.latent == (options.value_size is not None), "latent pages, and only they, have a value_size"
+    assert options.most_pages is None or not options.sliding_window, "a window chooses pages by itself"
+    if options.most_pages is not None and (not rows or options.most_pages >= table.shape[1]):
+        options = replace(options, most_pages=None)
+    platform = platform or current_platform()
+    if options.most_pages is not None and platform != "cpu" and inputs.q.shape[0] > rows:
+        return _apart(inputs, options, implementation, platform)
     width = inputs.q.shape[-1]
     if width < inputs.kv.head_dim:  # zeros change no product, and those of the values are cut off below
         inputs = replace(inputs, q=widened(inputs.q, inputs.kv))
@@ -233,6 +243,21 @@ def paged_attention(
         out: Array = chosen.run(inputs, options)
     width = options.value_size or width
     return out if out.shape[-1] == width else out[..., :width]
+
+
+def _apart(inputs: AttentionInputs, options: AttentionOptions, implementation: str | None, platform: str) -> Array:
+    """Compute decode rows that choose pages and prefill tokens by a call each: kernels for the latter do not choose."""
+    rows, sees = options.decode_rows, inputs.sees
+    decoding = replace(
+        inputs, q=inputs.q[:rows], page_table=inputs.page_table[:rows], kv_lens=inputs.kv_lens[:rows],
+        cu_q_lens=inputs.cu_q_lens[:1], num_prefills=jnp.zeros_like(inputs.num_prefills), unread=None, sees=None,
+    )  # fmt: skip
+    prompts = replace(
+        inputs, q=inputs.q[rows:], page_table=inputs.page_table[rows:], kv_lens=inputs.kv_lens[rows:],
+        sees=None if sees is None else sees[rows:],
+    )  # fmt: skip
+    calls = (decoding, options), (prompts, replace(options, decode_rows=0, most_pages=None))
+    return jnp.concatenate([paged_attention(*call, implementation=implementation, platform=platform) for call in calls])
 
 
 def implementation_names() -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from rekindle_kernels.ops.added_keys import ADD_KEYS
 from rekindle_kernels.ops.attention import ATTENTION, ROPE, WRITE_KV
 from rekindle_kernels.ops.linear import ADAPTERS, GATED, GROUPED_LINEAR, LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
+from rekindle_kernels.ops.page_bounds import BOUND_PAGES
 from rekindle_kernels.ops.recurrence import CHANNEL_DELTA, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
 from rekindle_kernels.ops.sampling import DRAW, GREEDY, TOP_K
 
@@ -35,6 +36,9 @@ WRITE_KV.register("rows", ".xla.memory", "WRITE_ROWS", platforms=TPU)
 WRITE_KV.register("native", ".native.attention", "WRITE_KV", platforms=CPU)
 WRITE_KV.register("xla", ".xla.memory", "WRITE_KV", platforms=ANYWHERE)
 WRITE_KV.register("pallas_gpu_interpret", ".pallas.gpu.attention", "WRITE_INTERPRETED")
+
+BOUND_PAGES.register("native", ".native.page_bounds", "BOUND_PAGES_NATIVELY", platforms=CPU)
+BOUND_PAGES.register("xla", ".xla.page_bounds", "BOUND_PAGES", platforms=ANYWHERE)
 
 LINEAR.register("pallas_gpu", ".pallas.gpu.int4", "LINEAR", platforms=GPU)
 LINEAR.register("native", ".native.products", "LINEAR", platforms=CPU)
@@ -82,7 +86,7 @@ for recurrent in (CONVOLUTION, GATED_DELTA, CHANNEL_DELTA, SELECTIVE_SCAN):
     recurrent.register("xla", ".xla.recurrence", recurrent.operation.upper(), platforms=ANYWHERE)
 
 OPERATIONS = (
-    *(ATTENTION, ADD_KEYS, WRITE_KV, LINEAR, GROUPED_LINEAR, RMS_NORM, GATED, ADAPTERS, ROPE),
+    *(ATTENTION, ADD_KEYS, WRITE_KV, BOUND_PAGES, LINEAR, GROUPED_LINEAR, RMS_NORM, GATED, ADAPTERS, ROPE),
     *(GREEDY, DRAW, TOP_K, ZEROS, FILL_PAGES, CONVOLUTION, GATED_DELTA, CHANNEL_DELTA),
     SELECTIVE_SCAN,
 )

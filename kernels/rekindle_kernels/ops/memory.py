@@ -69,10 +69,15 @@ def abstract_pages(
     dtype: DTypeLike,
     *,
     latent: bool = False,
+    bounded: bool = False,
     platform: str | None = None,
 ) -> LayerKV:
     """Return the shapes of `init_pages`, without memory and without tracing."""
     platform = platform or current_platform()
+    bounds = None
+    if bounded:
+        vectors = num_pages, 2, kv_heads, stored_head_dim(head_dim, platform)
+        bounds = jax.ShapeDtypeStruct(vectors, storage_dtype(jnp.bfloat16, platform))
     packed = packed_dtype(dtype)
     if packed is not None:
         assert not latent, f"{packed.name} pages have values of their own"
@@ -80,11 +85,11 @@ def abstract_pages(
         widths = (width_of(stored_head_dim(head_dim, platform), bits) for bits in packed.bits)
         keys, values = (jax.ShapeDtypeStruct((*vectors, width), stored) for width, stored in widths)
         factors = jax.ShapeDtypeStruct((num_pages, 2, *vectors[2:]), jnp.float32)
-        return LayerKV(keys, factors, values)  # type: ignore[arg-type]
+        return LayerKV(keys, factors, values, bounds)  # type: ignore[arg-type]
     stored = storage_dtype(dtype, platform)
     shape = (num_pages, 1 if latent else 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
-    return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
+    return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales, bounds=bounds)  # type: ignore[arg-type]
 
 
 def init_pages(
@@ -95,11 +100,14 @@ def init_pages(
     dtype: DTypeLike,
     *,
     latent: bool = False,
+    bounded: bool = False,
     platform: str | None = None,
 ) -> LayerKV:
     """Return zeroed pages of one layer, page 0 included; narrow pages, of int8 or fp8 or packed, come with scales.
 
-    `latent` pages hold keys alone, of which attention takes the first numbers as values.
+    `latent` pages hold keys alone, of which attention takes the first numbers as values. `bounded` pages come with
+    bounds of their keys.
     """
-    shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, latent=latent, platform=platform)
+    sizes = num_pages, kv_heads, page_size, head_dim
+    shapes = abstract_pages(*sizes, dtype, latent=latent, bounded=bounded, platform=platform)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -101,13 +101,15 @@ def kernels_for(
     scaled: Iterable[tuple[str, str, int]] = (),
     adapters: str | None = None,
     recurrent: bool = False,
+    bounded: bool = False,
 ) -> list[str]:
     """Return the names of the native kernels that a model's steps call, for matrices and pages of these dtypes.
 
     `head_dim` is the size of the pages' heads, or the sizes where layers differ. `scaled` are the dtypes of matrices
     with scales, each with that of the scales and the inputs of a group, if there are any; matrices in groups that it
     omits have float16. `adapters` is the dtype of
-    adapters, if steps may have any, and `recurrent` is True for models with states. The result may have too many; a
+    adapters, if steps may have any, `recurrent` is True for models with states, and `bounded`
+    where rows choose pages. The result may have too many; a
     missing kernel is compiled when a program that calls it is traced.
     """
     matrices, scaled = set(matrices), set(scaled)
@@ -128,6 +130,11 @@ def kernels_for(
     if pages in table.DTYPES and sizes:
         kernels += [spec.variant(pages, size) for size in sizes for spec in (table.DECODE, table.PREFILL)]
         kernels += [table.WRITE_KV.variant(pages)] if pages in table.WRITTEN else []
+    if bounded:
+        kernels += [table.CHOOSE_PAGES.variant(size) for size in sizes]
+        kernels += [table.BOUND_PAGES.variant(pages, size) for size in sizes if pages in table.DTYPES]
+    else:
+        kernels = [kernel for kernel in kernels if kernel.spec not in table.BOUNDED]
     return [chain.CHAIN, *(kernel.name for kernel in kernels)]
 
 

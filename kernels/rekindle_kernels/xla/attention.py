@@ -53,6 +53,7 @@ from jax import Array, lax
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.pages import LayerKV, as_values, largest_magnitude, turned
+from rekindle_kernels.xla import page_bounds
 from rekindle_kernels.xla.linear import rms_norm
 
 # Finite: a block that is masked throughout gives weights of 1, which the next real block wipes out, and not NaN.
@@ -97,12 +98,13 @@ def read_block(
     value_size: int | None = None,
     since: Array | None = None,
 ) -> KeyBlock:
-    """Return the keys and values on `pages` [C, L/S].
+    """Return the keys and values on `pages` [C, L/S], or on `pages` [C, K, L/S] of each head's own.
 
     Row c owns the first left[c] of them (≤ 0: none; ≥ L: all), except the first since[c], because it may have given
     those pages back (≤ 0 or None: it owns them too).
     """
-    C, count = pages.shape
+    C, count = pages.shape[0], pages.shape[-1]
+    pages = pages if pages.ndim == 3 else pages[:, None]
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
     places = jnp.arange(count) * S
 
@@ -112,7 +114,7 @@ def read_block(
 
     def rows_of(array: Array, place: int) -> Array:
         """Return the rows of an array [P·parts·K, …] with the part at that place: one for each head of each page."""
-        return (pages[:, None, :] * (array.shape[1] * K) + place * K + jnp.arange(K)[None, :, None]).reshape(-1)
+        return (pages * (array.shape[1] * K) + place * K + jnp.arange(K)[None, :, None]).reshape(-1)
 
     def part(number: int) -> Array:
         array, place = kv.part(number)
@@ -246,7 +248,7 @@ def finish(running: SoftmaxState) -> Array:
 
 def padded_table(page_table: Array, per_block: int) -> Array:
     """Widen the table to whole blocks with the scratch page."""
-    return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block)))
+    return jnp.pad(page_table, (*((0, 0),) * (page_table.ndim - 1), (0, -page_table.shape[-1] % per_block)))
 
 
 def pages_per_block(keys: int, page_size: int, table_width: int) -> int:
@@ -267,7 +269,8 @@ def longest_first(lens: Array) -> tuple[Array, Array]:
 def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Attend with the decode rows' queries, one per row -> float32 [R, H, V].
 
-    V is the size of values, D but for latent pages.
+    V is the size of values, D but for latent pages. The page table may be [R, K, W], where heads have pages of their
+    own.
     """
     R, kv = options.decode_rows, inputs.kv
     q, page_table, kv_lens, sinks = inputs.q[:R], inputs.page_table[:R], inputs.kv_lens[:R], inputs.sinks
@@ -275,7 +278,7 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     K, V = kv.kv_heads, options.value_size or D
     chunk = min(R, BLOCKS.decode_rows)
     chunks = -(-R // chunk)
-    per_block = pages_per_block(BLOCKS.decode_keys, kv.page_size, page_table.shape[1])
+    per_block = pages_per_block(BLOCKS.decode_keys, kv.page_size, page_table.shape[-1])
     keys = per_block * kv.page_size
 
     order, places = longest_first(kv_lens) if chunks > 1 else (jnp.arange(R), jnp.arange(R))
@@ -289,7 +292,7 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     # Work list: the blocks [first, last) of each chunk, numbered through.
     by_chunk = lambda x: x.reshape(chunks, chunk)  # noqa: E731
     last = -(-jnp.max(by_chunk(lens), axis=1) // keys)
-    first = jnp.min(by_chunk(jnp.where(lens > 0, first_key // keys, page_table.shape[1])), axis=1)
+    first = jnp.min(by_chunk(jnp.where(lens > 0, first_key // keys, page_table.shape[-1])), axis=1)
     ends = jnp.cumsum(jnp.maximum(last - first, 0))
 
     def step(item: Array, running: SoftmaxState) -> SoftmaxState:
@@ -298,7 +301,7 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         rows = lambda x: lax.dynamic_slice_in_dim(x, c * chunk, chunk) if chunks > 1 else x  # noqa: E731
         row_lens = rows(lens)
         left = row_lens - index * keys
-        pages = lax.dynamic_slice(table, (c * chunk, index * per_block), (chunk, per_block))
+        pages = lax.dynamic_slice_in_dim(rows(table), index * per_block, per_block, axis=-1)
         since = None if options.sliding_window is None else rows(first_key) - index * keys
         block = read_block(kv, pages, left, kv.integers, options.value_size, since)
         at = index * keys + jnp.arange(keys)
@@ -384,13 +387,23 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros((*q.shape[:-1], V), jnp.float32))[:T]
 
 
+def within(inputs: AttentionInputs, options: AttentionOptions) -> AttentionInputs:
+    """Return the inputs of decode rows with the pages that they choose."""
+    R, most = options.decode_rows, options.most_pages
+    if most is None:
+        return inputs
+    q, table, lens = (x[:R] for x in (inputs.q, inputs.page_table, inputs.kv_lens))
+    chosen = page_bounds.choose(q, inputs.kv, table, lens, most, options.scale)
+    return replace(inputs, page_table=chosen.table, kv_lens=chosen.lens)
+
+
 def paged_attention(
     inputs: AttentionInputs, options: AttentionOptions, *, decode: Attend = decode, prefill: Attend = prefill
 ) -> Array:
     """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
     q, R, kv = inputs.q, options.decode_rows, inputs.kv
     inputs = replace(inputs, q=turned(q, kv))
-    parts = [decode(inputs, options)] if R else []
+    parts = [decode(within(inputs, options), options)] if R else []
     if q.shape[0] > R:
         if inputs.page_table.shape[0] == R:
             parts.append(jnp.zeros((*q[R:].shape[:-1], options.value_size or q.shape[-1]), q.dtype))

@@ -18,12 +18,14 @@ FIELDS = {
     "pages": "[pages, 2, kv_heads, page_size, head_dim]; of packed pages, keys alone: [pages, 1, …]",
     "values": "as pages, of packed pages; else `pages` again",
     "scales": "[pages, 2, kv_heads, page_size], of int8 and packed pages",
-    "page_table": "int32 [rows, width]",
+    "page_table": "int32 [rows, tables, width]",
     "lens": "int32 [rows]",
     "sinks": "[heads], or 0",
     "window": "keys that a query sees, or 0 for all of them",
     "out": "[tokens, heads, head_dim]",
     "width": "pages of a row of the page table",
+    "tables": "of a row: 1, or one for each kv head",
+    "apart": "1 where each kv head has a page table of its own, else 0",
 }
 PLAIN = "heads kv_heads page_size page_count"
 NUMBERS = {"scale": "of logits", "soft_cap": "0 for none"}
@@ -68,14 +70,16 @@ def describer(stored: StoredHeads) -> Any:
         job.page_size = dim(frame.pages, 3)
         job.width = dim(frame.page_table, 1)
         job.page_count = dim(frame.pages, 0)
+        job.tables = 1
+        job.apart = 0
 
     return describe
 
 
 @inline
-def page_of(job: Any, row: int, index: int) -> int:
-    """Return a page of a row; the scratch page 0 where the page table names one that does not exist."""
-    page = i32(job.page_table, row * job.width + index)
+def page_of(job: Any, row: int, index: int, k: int) -> int:
+    """Return a page of a row and kv head; the scratch page 0 where the page table names one that does not exist."""
+    page = i32(job.page_table, (row * job.tables + k * job.apart) * job.width + index)
     return page if page >= 0 and page < job.page_count else 0
 
 
@@ -83,7 +87,7 @@ def page_of(job: Any, row: int, index: int) -> int:
 def vector_of(job: Any, row: int, key: int, part: int, k: int) -> int:
     """Return the number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
     S, K = job.page_size, job.kv_heads
-    page = page_of(job, row, key // S)
+    page = page_of(job, row, key // S, k)
     return ((page * 2 + part) * K + k) * S + key % S
 
 
@@ -95,7 +99,7 @@ def addresses(stored: StoredHeads) -> tuple[Any, Any]:
     def alone(job: Any, row: int, key: int, k: int) -> int:
         """Return the number of a vector where keys and values are counted apart."""
         S = job.page_size
-        return (page_of(job, row, key // S) * job.kv_heads + k) * S + key % S
+        return (page_of(job, row, key // S, k) * job.kv_heads + k) * S + key % S
 
     @inline
     def key_at(job: Any, row: int, key: int, k: int) -> int:
@@ -110,8 +114,11 @@ def addresses(stored: StoredHeads) -> tuple[Any, Any]:
 
 @inline
 def length_of(job: Any, row: int) -> int:
-    """Return keys of a row, not more than its pages hold."""
-    return min(i32(job.lens, row), job.width * job.page_size)
+    """Return keys of a row, not more than its pages hold. Of pages that were chosen, the last one is the row's."""
+    length, most = i32(job.lens, row), job.width * job.page_size
+    if length <= most:
+        return length
+    return most - job.apart * (job.page_size - 1 - (length - 1) % job.page_size)
 
 
 @inline

@@ -286,6 +286,9 @@ def preparer(stored: StoredHeads) -> Any:
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
+        if frame.settings.apart != 0:
+            job.tables = job.kv_heads
+            job.apart = 1
         rows, H = frame.settings.decode_rows, job.heads
         pieces = 0
         for r in range(rows):

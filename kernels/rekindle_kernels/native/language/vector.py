@@ -161,6 +161,7 @@ multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
 add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
 # The second of two that can't be compared: with a bound as the first, NaN stays NaN.
 larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+smaller = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered("<", a, b), a, b))
 nearest = _operation(1, llvm_call(f"llvm.rint.v{LANES}f32", FLOATS, FLOATS))  # integers, as float32
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
