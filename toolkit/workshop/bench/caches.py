@@ -102,13 +102,16 @@ def open_session(path: Path, kind: str, length: int) -> rekindle.Session:
     return rekindle.open_sync(path, kv_dtype=kind, **options)
 
 
+def planted(tokenizer: Any, words: Sequence[int], length: int) -> list[int]:
+    """Return about `length` tokens with the fact at a third of them, and the question at their end."""
+    fact, question = tokenizer.encode("\n" + FACT + "\n"), tokenizer.encode("\n" + QUESTION)
+    rest = length - len(fact) - len(question) - 8
+    return [*words[: rest // 3], *fact, *words[rest // 3 : rest], *question]
+
+
 def fact(session: rekindle.Session, words: Sequence[int], length: int) -> float:
     """Return the mean log-probability of the answer after `length` tokens with the fact in them."""
-    encode = session.tokenizer.encode
-    planted, question = encode("\n" + FACT + "\n"), encode("\n" + QUESTION)
-    rest = length - len(planted) - len(question) - 8
-    prompt = [*words[: rest // 3], *planted, *words[rest // 3 : rest], *question]
-    (score,) = session.score(prompt, [ANSWER]).result_sync()
+    (score,) = session.score(planted(session.tokenizer, words, length), [ANSWER]).result_sync()
     return statistics.fmean(score.logprobs)
 
 
