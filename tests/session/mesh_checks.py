@@ -183,6 +183,7 @@ def int8_pages(folder: Path) -> None:
     """Quantised pages have scales, which are divided too. Values between two steps may be rounded either way."""
     compare("llama", 2, 4, kv_dtype="int8", close=1e-3)
     compare("llama", 2, kv_dtype="int8-int4", close=0.1)
+    compare("llama", 2, page_size=8, attention_budget=16)
 
 
 @check

@@ -70,6 +70,7 @@ class OpenOptions(TypedDict, total=False):
     policy: Policy | None
     precompile: Precompile | None
     max_queue: int | None
+    attention_budget: int | None
     max_adapters: int | None
     max_adapter_rank: int | None
     prefix_cache: bool | None
@@ -150,7 +151,8 @@ class EngineConfig(ForeignNames, Record):
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
         rope_scaling (None): a stretch of the positions beyond the model's own context: "yarn:4", "linear:2", or a dict
             as transformers' rope_scaling. The session is one of another model then; max_model_len may be as much more.
-        page_size (None): tokens per KV page, a power of two; None suits the platform's kernels.
+        page_size (None): tokens per KV page, a power of two; None suits the platform's kernels, and
+            16 with an attention_budget.
         device_pages (None): KV pages on the device; None follows device_memory.
         device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, all free memory on GPU and TPU.
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
@@ -167,6 +169,9 @@ class EngineConfig(ForeignNames, Record):
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
             Those of prompts' log-probabilities compile at their first use, whatever it is.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
+        attention_budget (None): keys that a token being decoded attends to in each layer and head, on its own page and
+            on those that can have the most of its attention; layers with a window keep that. None is all of them, and
+            so is a budget that all fit in. Prompts attend to all.
         max_adapters (8): adapters (LoRA) on the device at once; others wait in host memory. 0 is a session without.
         max_adapter_rank (64): rank that each of them may have; together they share the room of all.
         prefix_cache (True): share the pages of equal beginnings of prompts.
@@ -218,6 +223,7 @@ class EngineConfig(ForeignNames, Record):
     policy: Policy = option("fcfs", Word(POLICIES), also=("command",))
     precompile: Precompile = option("auto", Word(get_args(Precompile)))
     max_queue: int = option(1024, Whole(1))
+    attention_budget: int | None = option(None, Whole(1), also=("command",))
     max_adapters: int = option(8, Whole(0))
     max_adapter_rank: int = option(64, Whole(1))
     prefix_cache: bool = option(True, Flag())

@@ -22,6 +22,7 @@ class AttentionSpec:
     rope: RopeSpec | None = None  # None: this layer does not rotate
     sinks: bool = False  # each head has a logit that the softmax counts and that carries no value
     keys_as_values: bool = False  # values are the keys' vectors before they are normed and rotated
+    budget: int | None = None  # keys that a decoding token attends to in each kv head, on whole pages; None: all
 
     def sees(self, distance: Any) -> Any:
         """Return an array that is True where a query sees a key: `distance` is its position less the key's."""
@@ -136,6 +137,7 @@ _LATER = (
     "block",
     "gated_heads",
     "decay_bound",
+    "budget",
 )  # fields that were added when digests were in use: told only where they say something
 
 
@@ -259,6 +261,20 @@ class ModelConfig:
                     f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={heads}. "
                     "Check config.json."
                 )
+
+    def with_budget(self, budget: int) -> ModelConfig:
+        """Return the config of the same model with a budget of keys in layers that see all of them."""
+
+        def limited(layer: int, spec: AttentionSpec) -> AttentionSpec:
+            whole = self.has_budgets(layer)
+            return dataclasses.replace(spec, budget=budget) if whole else spec
+
+        return dataclasses.replace(self, attention=tuple(limited(*each) for each in enumerate(self.attention)))
+
+    def has_budgets(self, layer: int) -> bool:
+        """True if decoding tokens may attend to some of a layer's pages: a query sees all, and values are stored."""
+        spec, pages = self.attention[layer], self.caches[self.source(layer)].pages
+        return spec.causal and spec.sliding_window is None and isinstance(pages, Pages) and not pages.latent
 
     def sees_pictures_both_ways(self, layer: int) -> bool:
         """True if the tokens of a picture see each other in a layer, whatever their order."""

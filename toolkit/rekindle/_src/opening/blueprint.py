@@ -28,7 +28,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.drafters.own import leaves_of_trunk, trunk_of
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.opening.open_request import OpenRequest, precompiles
-from rekindle._src.opening.resolve import deterministic, resolve
+from rekindle._src.opening.resolve import budgeted, deterministic, resolve
 from rekindle._src.opening.source import ModelSource
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.plan import ProgramPlan
@@ -102,6 +102,8 @@ class Blueprint:
             layout += f" of {paged.groups_of(layers)}"
         if config.rope_scaling is not None:
             layout += f" positions {config.rope_scaling}"
+        if config.attention_budget is not None:
+            layout += f" budget {config.attention_budget}"  # of keys that tokens which were decoded attended to
         if config.deterministic:
             layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
         return Identity(
@@ -156,6 +158,8 @@ def blueprint(request: OpenRequest, source: ModelSource) -> Blueprint:
     arguments = OpenArguments(options, request.additions, source.checkpoint)
     capabilities = tuple(one for entry in ENTRIES if (one := entry.plan(arguments)) is not None)
     drafts = source.drafts
+    if options.attention_budget is not None:
+        graph = budgeted(graph, options.attention_budget)
     trunk = trunk_of(graph, drafts.pages)
     programmed = placement.of(trunk)
     weight_bytes = source.added_bytes(placement) + sum(one.device_bytes for one in capabilities)

@@ -27,6 +27,7 @@ from rekindle_kernels import (
     LayerKV,
     RaggedBatch,
     abstract_pages,
+    bound_pages,
     fill_pages,
     gather_pages,
     paged_attention,
@@ -73,6 +74,9 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
     slots = slots or {}
     windows = slots.get("windows", 0)
 
+    # All pages that move together have bounds, if some are read by them.
+    bounded = any(spec.budget is not None for spec in model.attention)
+
     def layer(cache: Cache, windowed: bool) -> Layer:
         shapes = () if cache.state is None else cache.state.shapes
         states: tuple[Any, ...] = tuple(
@@ -84,7 +88,8 @@ def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: 
         check_format(own, dtype, model.model_type)
         apart = windowed and windows > 0
         count = windows if apart else pages
-        kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
+        sizes = count, own.heads, page_size, own.key_size
+        kept = abstract_pages(*sizes, dtype, latent=own.latent, bounded=bounded and not apart)
         return Layer(states=states, windows=kept) if apart else Layer(states=states, pages=kept)
 
     return tuple(map(layer, model.caches, model.windowed))
@@ -162,6 +167,8 @@ class PagedAttention:
         if k is not None:
             assert source == layer, "the layer has pages of its own"
             pages = write_kv(pages, k, v, page_ids, step.offsets)
+            if spec.budget is not None:
+                pages = bound_pages(pages, page_ids, step.offsets, most=self._filled(pages.page_size, q.shape[0]))
             self.kv[layer] = entry._replace(windows=pages) if apart else entry._replace(pages=pages)
         unread = self._unread if layer == self._model.num_layers - 1 else None
         both_ways = self._sees is not None and self._model.sees_pictures_both_ways(layer)
@@ -177,8 +184,14 @@ class PagedAttention:
             deterministic=self._deterministic,
             causal=spec.causal,
             value_size=cache.value_size if cache.latent else None,
+            most_pages=None if spec.budget is None else spec.budget // pages.page_size,
         )
         return paged_attention(inputs, options, implementation=self._implementation)
+
+    def _filled(self, page_size: int, tokens: int) -> int:
+        """Return the most pages that the step can fill: tokens of a prompt follow one another."""
+        prompts = self._paging.lengths.shape[0] - self._rows
+        return self._rows + prompts + (tokens - self._rows) // page_size
 
     def recur(self, layer: int, compute: Compute, /) -> Array:
         """Call `compute` with the layer's states and the slots of the step's sequences, and keep its result."""

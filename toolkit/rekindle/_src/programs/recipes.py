@@ -142,7 +142,9 @@ class Recipes:
         dtypes = [self.graph.precision.value_dtype(leaf.dtype).name for leaf in matrices.values()]
         recurrent = any(layer.states for layer in self.local_kv)
         pages = self._pages.dtype.name
-        return kernels_for(dtypes, pages, self._head_sizes, scaled, self.features.matrices, recurrent)
+        bounded = self._pages.bounds is not None
+        sizes = self._head_sizes
+        return kernels_for(dtypes, pages, sizes, scaled, self.features.matrices, recurrent, bounded)
 
     @functools.cached_property
     def step_options(self) -> Mapping[str, str | bool]:

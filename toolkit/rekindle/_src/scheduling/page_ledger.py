@@ -231,7 +231,7 @@ class PageLedger:
         """Let a waiting sequence copy the first `tokens` of another one's page when it is admitted."""
         start = index * self._page_size
         stop = start + tokens
-        if self._node(owner) is None or owner.epoch.computed < stop or owner.namespace != waiter.namespace:
+        if self._node(owner) is None or owner.shareable < stop or owner.namespace != waiter.namespace:
             return
         if not np.array_equal(owner.tokens.names(0, stop), waiter.tokens.names(0, stop)):
             return  # keys agreed by chance
@@ -292,7 +292,7 @@ class PageLedger:
         return published
 
     def _publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
-        first, last = sequence.tree.published, sequence.epoch.computed // self._page_size
+        first, last = sequence.tree.published, sequence.shareable // self._page_size
         node = self._node(sequence)
         if self.cache is None or node is None or last <= first:
             return first, first

@@ -164,7 +164,9 @@ class Scheduler:
         waiting = self._admission.waiting
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
-        sequence = Sequence(request, next(self._arrivals), limit, reason, self.limits.page_size, self.cache)
+        sequence = Sequence(
+            request, next(self._arrivals), limit, reason, self.limits.page_size, self.cache, apart=self.limits.apart
+        )
         self._admission.submit(sequence)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence

@@ -50,6 +50,7 @@ class Limits:
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
+    apart: bool = False  # tokens that are decoded have other keys and values than the same tokens in a prompt
 
     @classmethod
     def of(
@@ -77,6 +78,7 @@ class Limits:
             max_queue=config.max_queue,
             edge=edge if fits else 1,
             whole=whole,
+            apart=config.attention_budget is not None,
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
@@ -137,7 +139,7 @@ class Sequence:
     """A live request and its state, in parts; the scheduler is its only owner."""
 
     __slots__ = (
-        "cached_tokens", "drafting", "ended_at", "epoch", "extensions", "generates", "limit", "limit_reason",
+        "apart", "cached_tokens", "drafting", "ended_at", "epoch", "extensions", "generates", "limit", "limit_reason",
         "namespace", "need", "pages", "queue", "reason", "request", "sides", "status", "timeline", "tokens", "tree",
     )  # fmt: skip
 
@@ -149,8 +151,10 @@ class Sequence:
         limit_reason: FinishReason,
         page_size: int,
         cache: PrefixCache | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
-        self.request = request
+        self.request, self.apart = request, apart
         self.generates = request.generates
         self.extensions = SequenceExtensions(request, cache)
         self.namespace = request.namespace  # the requests that it shares pages with
@@ -188,12 +192,13 @@ class Sequence:
     def decodes(self) -> bool:
         """True if one token is left to prefill, which a decode row computes.
 
-        False for a sequence that generates nothing, and for a prompt's last token if it has a row of numbers.
+        False for a sequence that generates nothing, and for a prompt's last token if it has a row of numbers, or if
+        decode rows compute tokens in another way.
         """
         epoch = self.epoch
         if epoch.planned + 1 != epoch.target or not self.generates:
             return False
-        return not (self.extensions.ends_in_row and epoch.target == self.request.prompt_length)
+        return not ((self.extensions.ends_in_row or self.apart) and epoch.target == self.request.prompt_length)
 
     @property
     def ended(self) -> bool:
@@ -203,6 +208,12 @@ class Sequence:
     def reusable(self) -> int:
         """Leading tokens with pages that may come from the cache."""
         return self.extensions.reusable(self.tokens.known)
+
+    @property
+    def shareable(self) -> int:
+        """Leading computed tokens with pages that other sequences may use."""
+        computed = self.epoch.computed
+        return min(computed, self.request.prompt_length) if self.apart else computed
 
     @property
     def remaining(self) -> int:
