@@ -115,8 +115,11 @@ def test_a_request_that_its_own_shard_will_admit_stays_there() -> None:
     assert not scheduler.moved
 
 
-def test_a_preempted_request_goes_on_where_there_is_room() -> None:
-    loop = LoopBuilder(pages=8, page_size=4, max_requests=2).shards(2).queue(reserve=NoReserve()).loop()
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_preempted_request_goes_on_where_there_is_room(policy: str) -> None:
+    """Its tokens so far take several steps of prefill there."""
+    builder = LoopBuilder(pages=8, page_size=4, max_requests=2, max_tokens_per_step=4)
+    loop = builder.shards(2).queue(policy=policy, reserve=NoReserve()).loop()
     requests = [make_request(f"{number:07}", max_tokens=20, ignore_eos=True) for number in range(2)]
     for request in requests:  # together they need more pages than one shard has
         loop.events[request.id] = []

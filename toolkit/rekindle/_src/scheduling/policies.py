@@ -187,7 +187,9 @@ class WaitingQueue:
         self._by_rank.push(rank, sequence)
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a preempted sequence at the head."""
+        """Put a preempted sequence at the head. One that comes from another shard's queue starts to age here."""
+        if self._shortest is not None:
+            self._shortest.queued(sequence)
         self._preempted.add(sequence)
         self._returning.push(self._seniority(sequence), sequence)
 
