@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,9 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
 from rekindle._src.programs import sampling as device
 from rekindle._src.programs.buckets import prefill_rows
+from rekindle._src.programs.demand import Demand, StepPrograms
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.repeated import MOST_STEPS
 from rekindle._src.programs.row_option import drawing_flags
 from rekindle._src.programs.warming import warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
@@ -37,14 +40,16 @@ MARGIN = 1e-3  # a smaller distance between the best two is a tie, which roundin
 class Turns:
     """The engine of a session, without its tasks, and the events of each request."""
 
-    def __init__(self, config: EngineConfig, programs: Programs, tier: DictTier) -> None:
+    def __init__(self, config: EngineConfig, programs: Programs, tier: DictTier, repeated: int = 1) -> None:
         assert config.device_pages is not None
         assert config.page_size is not None
         self.pool = PagePool(config.device_pages)
         self.cache = PrefixCache(self.pool, config.page_size, root_digest("exact"), host_tier=tier)
         most = prefill_rows(config.max_tokens_per_step, config.max_requests)
         limits = Limits.of(config, max_prefill_rows=most, padded=False)
-        self.scheduler = Scheduler(limits, self.pool, cache=self.cache, reserve=NoReserve())
+        limits = dataclasses.replace(limits, repeated_steps=repeated, repeated_seconds=math.inf)
+        demand = StepPrograms(programs, Demand(programs)) if repeated > 1 else None
+        self.scheduler = Scheduler(limits, self.pool, cache=self.cache, reserve=NoReserve(), programs=demand)
         self.runner = Runner(MODEL, config, programs=programs, host_tier=tier)
         self.engine = Engine(self.scheduler, self.runner)
         self.events: dict[str, list[TokenEvent]] = {}
@@ -173,6 +178,7 @@ SETUPS = {
     "pages of 16, two at once, short chunks": {
         "page_size": 16, "device_pages": 7, "max_tokens_per_step": 8, "max_requests": 2,
     },
+    "steps repeated on the device": {"page_size": 8, "device_pages": 18, "max_tokens_per_step": 32},
     "guesses in every row that is free": {
         "page_size": 8, "device_pages": 20, "max_tokens_per_step": 24, "prompt_lookup": 3,
     },
@@ -182,14 +188,14 @@ SETUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setup", by_default(SETUPS, lambda setup: "two at once" in setup))  # the fewest programs
+@pytest.mark.parametrize("setup", by_default(SETUPS, lambda setup: "two at once" in setup or "repeated" in setup))
 def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: str) -> None:
     config, tier, rng = tiny_config(**SETUPS[setup]), DictTier(limit=40), np.random.default_rng(7)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
     warm(programs)
     make_scoring_programs(programs)
     counts = programs.counts.traces, programs.counts.compilations
-    engine = Turns(config, programs, tier)
+    engine = Turns(config, programs, tier, MOST_STEPS if "repeated" in setup else 1)
     longest = config.max_model_len or 0
     stems = [rng.integers(3, VOCAB, length) for length in (20, 33, 55)]
     requests: list[Request] = []

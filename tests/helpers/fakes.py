@@ -447,16 +447,35 @@ class FakeRunner:
         top = self.model.alphabet[:count]
         return TokenLogprobs(token, -1.0, top, tuple(-1.0 - index for index in range(len(top))))
 
+    def check_repeated(self, plan: StepPlan) -> None:
+        """Check that the rows of several steps follow each other, and that no other rows are among them."""
+        if plan.steps == 1:
+            return
+        assert not plan.prefill and not plan.drafted and not plan.tasks, "these steps are not alike"
+        assert len(plan.decode) == len(plan.first_decode) * plan.steps, "a request lacks a row"
+        for place, row in enumerate(plan.decode):
+            assert not row.fresh and not row.sides and not row.request.sampling.stop
+            if place % plan.steps:
+                before = plan.decode[place - 1]
+                assert row.token_ids is None and not row.kept, "the device has its token, and nobody else its page"
+                assert row.pages is before.pages, "the device gets one page table for all of them"
+                assert (row.request.id, row.epoch, row.slot, row.start, row.generated) == (
+                    before.request.id, before.epoch, before.slot, before.start + 1, before.generated + 1,
+                ), "a row does not follow the one before"  # fmt: skip
+
     def check(self, plan: StepPlan) -> None:
         rows = plan.rows
         assert rows, "an empty step was planned"
-        assert plan.tokens <= self.max_tokens_per_step, f"{plan.tokens} tokens are over the budget"
+        assert plan.tokens <= self.max_tokens_per_step * plan.steps, f"{plan.tokens} tokens are over the budget"
+        self.check_repeated(plan)
+        rows = (*plan.first_decode, *plan.prefill)
         assert len(plan.prefill) <= self.max_prefill_rows, f"{len(plan.prefill)} sequences prefill in one step"
         owners = [row for row in rows if not row.draft]
         assert len({row.slot for row in owners}) == len(owners) <= self.max_requests, "a slot is used twice"
-        assert len(plan.decode) <= max(self.max_requests, 2), "there is no program of so many rows"
+        assert len(plan.first_decode) <= max(self.max_requests, 2), "there is no program of so many rows"
         assert all(0 <= row.slot < self.max_requests for row in rows)
         assert len({row.request.id for row in owners}) == len(owners), "a request has two rows"
+        rows = plan.rows
         for before, row in itertools.pairwise(plan.decode):
             if row.draft:
                 assert row.token_ids is not None and not row.fresh and not row.kept

@@ -90,6 +90,7 @@ class StepOptions(TypedDict, total=False):
 
     max_beside_decode: int
     whole: bool
+    repeated: int
     programs: StepProgramsLike | None
     fail: Callable[[StepPlan], BaseException | None] | None
 
@@ -109,7 +110,9 @@ class LoopBuilder:
         self._drafts: DraftOptions = {"source": "auto", "lookup": 0, "drafters": None}
         self._states: StateOptions = {"slots": None, "step": 1, "edge": 1, "tier": None}
         self._window: WindowOptions = {"positions": 0, "pages": 0}
-        self._steps: StepOptions = {"max_beside_decode": 1 << 30, "whole": False, "programs": None, "fail": None}
+        self._steps: StepOptions = {
+            "max_beside_decode": 1 << 30, "whole": False, "repeated": 1, "programs": None, "fail": None
+        }  # fmt: skip
         self._shards = 1
         self._sizes.update(sizes)
 
@@ -216,7 +219,7 @@ class LoopBuilder:
         limits = Limits(
             sizes["max_requests"], sizes["max_tokens_per_step"], sizes["max_model_len"], sizes["page_size"],
             sizes["max_prefill_rows"], queue["max_queue"], self._steps["max_beside_decode"],
-            edge=self._states["edge"], whole=self._steps["whole"],
+            edge=self._states["edge"], whole=self._steps["whole"], repeated_steps=self._steps["repeated"],
         )  # fmt: skip
         options: dict[str, Any] = {name: queue[name] for name in ("policy", "seed", "max_overtakes", "reserve")}
         of_text = [kind.drafter(limits) for kind in of_texts(drafts["source"], drafts["lookup"])]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.programs.buckets import Bucket, Key
-from rekindle._src.programs.demand import Demand, ProgramRequest
+from rekindle._src.programs.buckets import Bucket, Key, ProgramVariant, StepSize, StepSpan
+from rekindle._src.programs.demand import PAYS, STORED_PAYS, Demand, Need, ProgramRequest, StepPrograms
 from rekindle._src.programs.ledger import Ledger
 
 SMALL, LARGE = Bucket(2, 0), Bucket(2, 32)
@@ -72,3 +72,40 @@ def test_a_program_is_avoided_from_the_moment_that_the_thread_has_chosen_it(monk
     if (thread := demand._thread) is not None:
         thread.join(60)
     assert soon == [True] and made == [SMALL] and not ledger.soon(SMALL)
+
+
+def step_programs(*, stored: bool, background: bool = False) -> tuple[StepPrograms, list[Key]]:
+    """The programs of steps of which none is ready, apart from those in the list."""
+    ready = list[Key]()
+    sizes = tuple(Bucket(rows, 0, span=StepSpan.REPEATED) for rows in (2, 8))
+    programs: Any = SimpleNamespace(
+        ledger=Ledger(sizes, lambda key: False), features=None, flush=lambda: None, made=lambda keys: stored,
+        ready=lambda key, *, whole=False: key in ready, config=SimpleNamespace(max_requests=16),
+        lattice=SimpleNamespace(repeated=sizes, ahead=()),
+    )  # fmt: skip
+    return StepPrograms(programs, Demand(programs), background=background), ready
+
+
+def need(*, repeats: bool) -> Need:
+    return Need(ProgramVariant(0), (), late=False, options=False, repeats=repeats)
+
+
+@pytest.mark.parametrize(("stored", "steps"), [(True, STORED_PAYS), (False, PAYS)])
+def test_a_program_that_repeats_steps_is_wanted_once_it_pays(stored: bool, steps: int) -> None:
+    """One that is stored is soon loaded; another is compiled only where a session goes on for long."""
+    programs, ready = step_programs(stored=stored)
+    needs, size = frozenset({need(repeats=True)}), StepSize(3)
+    wanted = ProgramRequest(Bucket(8, 0, span=StepSpan.REPEATED))
+    for _ in range(steps - 1):
+        assert programs.repeats(needs, size) == (False, ())
+    assert programs.repeats(needs, size) == (False, (wanted,))
+    ready.append(wanted.key)
+    assert programs.repeats(needs, size) == (True, ())
+    assert programs.repeats(needs | {need(repeats=False)}, size) == (False, ())
+    assert programs.repeats(needs, StepSize(9)) == (False, ()), "there is none of so many rows"
+
+
+def test_where_all_programs_are_made_ahead_none_that_repeats_steps_is_demanded() -> None:
+    programs, _ = step_programs(stored=True, background=True)
+    needs = frozenset({need(repeats=True)})
+    assert {programs.repeats(needs, StepSize(1)) for _ in range(PAYS + 1)} == {(False, ())}

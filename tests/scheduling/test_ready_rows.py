@@ -56,6 +56,10 @@ class Programs:
     def drafts(self) -> bool:
         return self.drafting
 
+    def repeats(self, needs: frozenset[str], size: StepSize) -> Fit:
+        program = Program(needs | {"repeated"}, False)
+        return Fit(True) if program in self.made else Fit(False, (program,))
+
     def want(self, wanted: tuple[Program, ...]) -> None:
         self.wanted = wanted
 

@@ -48,6 +48,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_copied=st.sampled_from([0, 1, 2]),
         window=st.sampled_from([0, 1, 3, 8, 13]),
         window_pages=st.sampled_from([0, 3, 1000]),
+        repeated=st.sampled_from([1, 3, 8]),
     )
     def start(
         self,
@@ -73,6 +74,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         least_copied: int,
         window: int,
         window_pages: int,
+        repeated: int,
     ) -> None:
         self.depth, self.page_size = depth, page_size
         self.turns = 0
@@ -98,6 +100,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 tier=None if state_tier is None else DictTier(state_tier),
             )
             .window(positions=window, pages=window_pages)
+            .steps(repeated=repeated)
             .loop()
         )
         self.requests = {}

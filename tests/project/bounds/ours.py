@@ -50,6 +50,7 @@ OTHERS: dict[str, dict[str, Other]] = {
     "programs/sampling.py": {"LARGEST": OURS},
     "programs/store.py": {"MAX_AGE": TIME, "LONGEST": TIME},
     "replicas/routing.py": {"MOST_CHARACTERS": PACE, "MOST_PARTS": PACE},
+    "programs/repeated.py": {"MOST_STEPS": PACE, "_LARGEST": PACE},
     "scheduling/drafting/drafts.py": {"_MOST": PACE},
     "capabilities/guides/guidance.py": {"MAX_DRAFTS": PACE},
     "scheduling/ready_rows.py": {"_LONGEST": TIME},

@@ -316,6 +316,14 @@ class StepPlan:
     tasks: tuple[DraftTask, ...] = ()  # of the drafter that computes on the device, before the rows run
     awaited: frozenset[str] = NOBODY  # requests with a token that a drafter needs before the next step is planned
     entries: Mapping[int, EntryLag] | None = None  # by slot; None: the step computes no entries for a drafter
+    # Decode steps that the device takes one after the other: `decode` has so many rows of each request, which follow
+    # each other. More than one only without prompts.
+    steps: int = 1
+
+    @property
+    def first_decode(self) -> tuple[Row, ...]:
+        """The decode rows of the first of its steps."""
+        return self.decode if self.steps == 1 else self.decode[:: self.steps]
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -331,9 +339,14 @@ class StepPlan:
 
     @property
     def drafted(self) -> bool:
-        """True if it checks drafts, or a drafter needs the token of one of its rows. The next step is then planned only
-        when this one's result is known."""
+        """True if it checks drafts, or a drafter needs the token of one of its rows."""
         return bool(self.awaited) or any(row.draft for row in self.decode)
+
+    @property
+    def holds_next(self) -> bool:
+        """True if the next step is planned only when this one's result is known: it has drafts, or so many steps that
+        another request should wait for no more than these."""
+        return self.steps > 1 or self.drafted
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

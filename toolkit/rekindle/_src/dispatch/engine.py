@@ -157,7 +157,7 @@ class Engine:
         if self._in_flight is not None:
             return self._in_flight.plan
         # Reading a step with drafts right away saves a round trip to the scheduler.
-        return turn.plan if turn.plan is not None and (turn.plan.drafted or not self._ahead) else None
+        return turn.plan if turn.plan is not None and (turn.plan.holds_next or not self._ahead) else None
 
     def end(self, outcome: TurnOutcome) -> None:
         """Commit the results of a turn."""

@@ -511,7 +511,7 @@ class LateSteps:
 
     def advance(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
         """Return the results of a late step with its tokens taken; results of other steps are returned as they are."""
-        if in_flight.bucket is None or not in_flight.bucket.span:
+        if in_flight.bucket is None or not in_flight.bucket.late:
             return results
         if isinstance(in_flight.operand, MaskGate) and in_flight.operand.missed:
             raise RuntimeError("a step with guided rows did not get its masks in time")

@@ -129,7 +129,7 @@ class Runner:
         dispatched = time.perf_counter()
         if bucket.variants:
             self._features.prepare(ran_plan, bucket.variants, bucket.rows)
-        if bucket.span:
+        if bucket.late:
             self._late.start(step, programs, self._latest, self._read)
         else:
             step.output = self._calls.step(bucket, programs[0], upload)
@@ -363,6 +363,8 @@ class Runner:
     def _bucket(self, plan: StepPlan) -> Bucket:
         size = self._packing.size(plan)._asdict()
         max_requests = self.config.max_requests
+        if plan.steps > 1:
+            return bucket_for(self.programs.lattice.repeated, max_requests, **size)
         variants = self._features.variants(plan)
         lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
         best = bucket_for(lattice, max_requests, **size, variants=variants)
@@ -471,7 +473,7 @@ class Runner:
         self._counts["pages_in"] += len(plan.restore) - len(in_flight.lost)
         if bucket is not None:
             self._counts["tokens"] += plan.tokens
-            self._counts["padding"] += self._packing.tokens(bucket) - plan.tokens
+            self._counts["padding"] += self._packing.tokens(bucket) * plan.steps - plan.tokens
             self._buckets[bucket.name] += 1
             self._sizes[1 << (plan.tokens - 1).bit_length()] += 1
         self._host_seconds += in_flight.host_seconds
@@ -507,12 +509,11 @@ def row_results(
 
 def _row_results(layout: Layout, plan: StepPlan, rows: Packed, outputs: Outputs) -> tuple[RowResult, ...]:
     """Return the results of one program's rows; row R + s of the output belongs to the s-th prefill."""
-    tokens, decode = rows[:, 0].tolist(), len(plan.decode)
-    chosen = [*tokens[:decode], *tokens[layout.rows : layout.rows + len(plan.prefill)]]
+    tokens, places = rows[:, 0].tolist(), layout.places(plan)
+    chosen = [tokens[place] for place in places]
     if not outputs:
         return tuple([_result(row, token, layout, NO_REPORTS) for row, token in zip(plan.rows, chosen, strict=True)])
     reports: RowReports = [{} for _ in plan.rows]
-    places = [*range(decode), *range(layout.rows, layout.rows + len(plan.prefill))]
     valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
     for feature, output in outputs:
         columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]

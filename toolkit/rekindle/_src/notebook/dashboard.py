@@ -201,7 +201,7 @@ class Recorder:
     def __call__(self, result: StepResult) -> None:
         plan = result.plan
         rows = [(row.slot, row.request.id, "prefill") for row in plan.prefill]
-        rows += [(row.slot, row.request.id, "decode") for row in plan.decode if not row.draft]
+        rows += [(row.slot, row.request.id, "decode") for row in plan.first_decode if not row.draft]
         now, requests = self._clock(), {row[1] for row in rows}
         busy = result.device_seconds
         if not requests.isdisjoint(self._last[1]):

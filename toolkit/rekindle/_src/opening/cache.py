@@ -22,6 +22,7 @@ from rekindle._src.opening.programs import SessionPrograms
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs.buckets import prefill_rows
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.repeated import MOST_STEPS
 from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
@@ -213,4 +214,6 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         limits,
         max_queue=plan.config.max_queue + plan.config.max_requests,
         longest=model.max_position_embeddings,
+        repeated_steps=MOST_STEPS if programs.lattice.repeated else 1,
+        repeated_rows=max((program.rows for program in programs.lattice.repeated), default=1),
     )

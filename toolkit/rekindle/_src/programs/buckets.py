@@ -24,6 +24,7 @@ TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows in steps with prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
 LATE_ROWS = 8
+REPEATED_ROWS = 8
 
 
 class ProgramVariant(enum.IntFlag):
@@ -60,8 +61,10 @@ class StepSpan(enum.StrEnum):
     FORWARD = "forward"  # elsewhere, guided rows need two programs: all up to the logits,
     CHOICE = "choice"  # and the choice of tokens
     HALVES = "halves"  # no program: the size of a step of these two
+    REPEATED = "repeated"  # several decode steps, one after the other; see `repeated`
 
 
+_WITHOUT_MASKS = StepSpan.ALL, StepSpan.REPEATED
 PLAIN_VARIANT = ProgramVariant(0)
 # Of two programs of a step, the second has these variants and the first one all others.
 _OF_CHOICE = ProgramVariant.PROCESSORS | ProgramVariant.DISTRIBUTION | ProgramVariant.SAMPLERS
@@ -82,6 +85,11 @@ class Bucket:
         """The sizes, and what makes the program another one than the plain one: `r2t32+adapters+forward`."""
         sizes = f"r{self.rows}t{self.tokens}"
         return sizes + _additions(self.variants, self.span) if self.variants or self.span else sizes
+
+    @property
+    def late(self) -> bool:
+        """True if it is, or is part of, a step with guided rows."""
+        return self.span not in _WITHOUT_MASKS
 
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
@@ -172,6 +180,13 @@ def late_lattice(plain: tuple[Bucket, ...], span: StepSpan = StepSpan.HALVES) ->
         if bucket.rows == most or (not bucket.tokens and (bucket.rows == least or bucket.rows >= few))
     ]
     return tuple(dataclasses.replace(bucket, span=span) for bucket in sizes)
+
+
+def repeated_lattice(plain: tuple[Bucket, ...]) -> tuple[Bucket, ...]:
+    """Return the programs that repeat decode steps: the smallest size, and one for up to REPEATED_ROWS rows."""
+    decode = sorted(bucket for bucket in plain if not bucket.tokens and not bucket.variants)
+    few = next((bucket for bucket in decode if bucket.rows >= REPEATED_ROWS), decode[-1])
+    return tuple(dataclasses.replace(size, span=StepSpan.REPEATED) for size in dict.fromkeys((decode[0], few)))
 
 
 def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:

@@ -28,13 +28,16 @@ _NO_PAGES: IntArray = np.empty(0, np.int32)
 class Need:
     """The needs that a row has of the programs of its step. There is one object for each combination."""
 
-    __slots__ = ("helpers", "late", "options", "variants")
+    __slots__ = ("helpers", "late", "options", "repeats", "variants")
 
-    def __init__(self, variants: ProgramVariant, helpers: tuple[Key, ...], *, late: bool, options: bool) -> None:
+    def __init__(
+        self, variants: ProgramVariant, helpers: tuple[Key, ...], *, late: bool, options: bool, repeats: bool
+    ) -> None:
         self.variants = variants
         self.helpers = helpers  # programs that are no steps
         self.late = late  # the row has a guide
         self.options = options  # it is not greedy: programs of parts need their whole closing
+        self.repeats = repeats  # it may be in steps that the device repeats
 
 
 class ProgramRequest(NamedTuple):
@@ -55,7 +58,10 @@ class Fit(NamedTuple):
     wanted: tuple[ProgramRequest, ...] = ()
 
 
-_FITS = Fit(True)
+_FITS, _NONE = Fit(True), Fit(False)
+# Decode steps after which a program that repeats them is worth its second of a processor, and after which it is worth
+# loading: it saves a small part of a millisecond for each
+PAYS, STORED_PAYS = 2048, 32
 
 
 class Demand:
@@ -148,7 +154,8 @@ class StepPrograms:
             if ProgramVariant.DRAFTS in bucket.variants and not bucket.tokens
         ]
         self._most = programs.config.max_requests
-        self._needs: dict[tuple[ProgramVariant, tuple[Key, ...], bool, bool], Need] = {}
+        self._needs: dict[tuple[ProgramVariant, tuple[Key, ...], bool, bool, bool], Need] = {}
+        self._single = 0  # decode steps that could have been repeated
         self._fitting: set[tuple[frozenset[Need], StepSize]] = set()  # decode steps with their programs ready
         self._complete: set[frozenset[Need]] = set()  # needs for which the programs of all sizes are ready
         self.want, self.error, self.forget = demand.want, demand.error, demand.forget
@@ -161,15 +168,31 @@ class StepPrograms:
         helpers = (ADMIT,) * features.reads_slot(request)
         helpers += (LENS,) * request.extensions.reads_logits
         options = features.has_options(request)
-        found = features.variants(plan), helpers, features.late.in_plan(plan), options
+        variants, late = features.variants(plan), features.late.in_plan(plan)
+        repeats = not variants and not late and features.repeats(request)
+        found = variants, helpers, late, options, repeats
         if found not in self._needs:
-            self._needs[found] = Need(found[0], found[1], late=found[2], options=found[3])
+            self._needs[found] = Need(variants, helpers, late=late, options=options, repeats=repeats)
         return self._needs[found]
 
     def drafts(self) -> bool:
         """True if no step with drafts has to wait for its program while others of its size are ready."""
         self._for_drafts = [bucket for bucket in self._for_drafts if not self._programs.ready(bucket)]
         return not self._for_drafts
+
+    def repeats(self, needs: frozenset[Need], size: StepSize) -> Fit:
+        """Return the program that repeats decode steps of this size, for rows with these needs.
+
+        It is wanted once so many steps have run without it that making it, or loading it, pays.
+        """
+        bucket = next((one for one in self._programs.lattice.repeated if one.rows >= size.rows), None)
+        if bucket is None or not all(need.repeats for need in needs):
+            return _NONE
+        if self._programs.ready(bucket):
+            return _FITS
+        self._single += 1
+        pays = self._single >= STORED_PAYS and (self._single >= PAYS or self._programs.made((bucket,)))
+        return Fit(False, (ProgramRequest(bucket),)) if pays and not self.ahead else _NONE
 
     def fit(self, needs: frozenset[Need], size: StepSize) -> Fit:
         """Return the programs for a step of this size and rows with these needs."""

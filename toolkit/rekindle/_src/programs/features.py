@@ -80,6 +80,8 @@ class Features:
         self._instead = tuple((int(part.variant), int(part.instead)) for part in parts)
         self._wanting = tuple((option, wanting(option.option)) for option in options)
         self._plain = tuple(one for one in self._wanting if isinstance(one[0].option, str))
+        plain = (one.row for one in entries if not one.part.variant)  # other features are not in plain programs
+        self._single = tuple(wanting(option.option) for option in plain if not option.repeats)
         self.prepared = tuple(one for one in entries if type(one.part).prepare is not StepPart.prepare)
         self._reading = tuple(one for one in entries if type(one.row).read is not RowOption.read)
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.row.bits, self._reading, 0)
@@ -111,6 +113,10 @@ class Features:
             ints += own[0]
             floats += own[1]
         return ints, floats
+
+    def repeats(self, request: Request) -> bool:
+        """True if rows of a request may be in steps of the plain variant that the device repeats."""
+        return not self.row_flags(request) and not any(wants(request) for wants in self._single)
 
     def reads_slot(self, request: Request) -> bool:
         return any(option.reads_slot(request) for option in self._wanted(request))

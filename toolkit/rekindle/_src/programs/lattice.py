@@ -41,6 +41,8 @@ class Lattice:
         single = traits(recipes.graph.precision.implementation).single_rows
         # Step programs that are compiled ahead, in every size
         self.ahead: tuple[Bucket, ...] = buckets.lattice(recipes.config, recipes.features.warmed, single=single)
+        # Programs that repeat decode steps, if the session has some
+        self.repeated: tuple[Bucket, ...] = buckets.repeated_lattice(self.ahead) if recipes.repeats else ()
         self.moved_pages = moved_pages(recipes.parts, recipes.kv)  # pages of a transfer, the largest number first
         self.fills = fills(self.moved_pages, at_once=single and not recipes.parts.divided)
 
@@ -67,7 +69,7 @@ class Lattice:
         tree = recipes.sides if sizes and config.prefix_cache else ()
         entries = [key for plan in tree for key in (plan.read_out, plan.fill)]
         fills = self.fills if sizes else ()
-        return (*self.ahead, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self._more)
+        return (*self.ahead, *self.repeated, MEMORY, ADMIT, *tables, *copies, *moves, *fills, *entries, *self._more)
 
     @property
     def late_keys(self) -> tuple[Key, ...]:

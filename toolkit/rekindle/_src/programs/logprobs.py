@@ -131,6 +131,7 @@ class LogprobsOption(RowOption):
     """The log-probability of each chosen token, and the most likely ones."""
 
     option, bits = "sampling.scored", int(RowFlag.LOGPROBS)
+    repeats = True
 
     def flags(self, request: Request) -> int:
         sampling = request.sampling

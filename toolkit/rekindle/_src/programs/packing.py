@@ -27,7 +27,7 @@ from jax import Array, lax
 from rekindle._src.core.config import ResolvedConfig
 from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling, draw_of
-from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, StepSize, prefill_rows
+from rekindle._src.programs.buckets import PLAIN_VARIANT, Bucket, ProgramVariant, StepSize, StepSpan, prefill_rows
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.partitioning import Partitioning
@@ -101,7 +101,7 @@ class StepPacking:
 
     def size(self, plan: StepPlan) -> StepSize:
         """Return the least size of a program for a plan."""
-        return StepSize(len(plan.decode), len(plan.prefill), plan.prefill_tokens)
+        return StepSize(len(plan.first_decode), len(plan.prefill), plan.prefill_tokens)
 
     def tokens(self, bucket: Bucket) -> int:
         """Return how many tokens a step computes, padding included."""
@@ -239,6 +239,7 @@ class Layout:
     changes: int = 0  # the most changes of resident page tables in a step; 0: a step brings whole tables
     features: Features = dataclasses.field(default=PLAIN, compare=False)
     variants: ProgramVariant = PLAIN_VARIANT
+    repeats: bool = False  # the program takes as many steps as its upload says; see `repeated`
 
     @classmethod
     def of(
@@ -247,8 +248,9 @@ class Layout:
         """Return the layout of a bucket. With `resident`, page tables stay on the device."""
         sequences = bucket.rows + prefill_rows(bucket.tokens, max_requests)
         changes = 2 * sequences + bucket.tokens // TOKENS_PER_CHANGE if resident else 0
-        prefills = sequences - bucket.rows
-        return cls(bucket.rows, prefills, bucket.tokens, width, max_requests, changes, features, bucket.variants)
+        prefills, repeats = sequences - bucket.rows, bucket.span is StepSpan.REPEATED
+        sizes = bucket.rows, prefills, bucket.tokens, width, max_requests, changes
+        return cls(*sizes, features, bucket.variants, repeats)
 
     @property
     def sequences(self) -> int:
@@ -280,7 +282,15 @@ class Layout:
             (self.tokens,),
             (len(self.features.per_token), self.tokens),
             (N, self.features.row_ints),
+            (int(self.repeats),),
         )
+
+    def places(self, plan: StepPlan) -> list[int]:
+        """Return the place of each row's result, in the order of the plan's rows."""
+        decode, steps = len(plan.decode), plan.steps
+        if steps > 1:  # the device computes a step of all rows, then the next one
+            return [step * self.rows + row for row in range(decode // steps) for step in range(steps)]
+        return [*range(decode), *range(self.rows, self.rows + len(plan.prefill))]
 
     @property
     def ints(self) -> int:
@@ -307,6 +317,7 @@ class Sections(NamedTuple):
     tokens: Any  # [T]
     extra: Any  # [F, T]: of features with integers for each token
     row_extra: Any  # [N, features' columns]: integers that change from row to row
+    steps: Any  # [1] in programs that repeat steps, else [0]
 
 
 def sections(layout: Layout, ints: IntArray | Array) -> Sections:
@@ -388,7 +399,7 @@ class Upload:
         self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
         views = sections(layout, self.ints)
         self._any_flags, self._varying, self._constant, self._table, self._offsets, self._tokens = views[:6]
-        self._extra, self._row_extra = views[6:]
+        self._extra, self._row_extra, self._steps = views[6:]
         self._floats = self.floats.reshape(layout.sequences, -1)
         self._steady, self._history = layout.features.steady, layout.features.history
         self._per_token = tuple(zip(layout.features.per_token, self._extra, strict=True))
@@ -397,7 +408,8 @@ class Upload:
         """Write a plan into the buffers."""
         layout = self.layout
         empty = (constants.scratch, 0, 0, 0)
-        decode = [self._columns(row, constants) for row in plan.decode]
+        self._steps[:] = plan.steps
+        decode = [self._columns(row, constants) for row in plan.first_decode]
         prefill = [self._columns(row, constants) for row in plan.prefill]
         varying = decode + [empty] * (layout.rows - len(decode))
         varying += prefill + [empty] * (layout.prefills - len(prefill))
@@ -410,7 +422,7 @@ class Upload:
             slots -= self._first_slot
             slots[len(decode) : layout.rows] = slots[layout.rows + len(prefill) :] = layout.slots
         if self._sent is None:
-            for index, row in enumerate(plan.decode):
+            for index, row in enumerate(plan.first_decode):
                 self._write_pages(index, row.pages)
             for index, row in enumerate(plan.prefill, start=layout.rows):
                 self._write_pages(index, row.pages)
@@ -467,7 +479,7 @@ class Upload:
 
     def _write_row_extra(self, plan: StepPlan) -> None:
         self._row_extra.fill(0)
-        rows = [*enumerate(plan.decode), *enumerate(plan.prefill, start=self.layout.rows)]
+        rows = [*enumerate(plan.first_decode), *enumerate(plan.prefill, start=self.layout.rows)]
         first = 0
         for option in self.layout.features.per_row:
             option.write_rows(plan, rows, self._row_extra[:, first : first + option.row_ints])
@@ -488,7 +500,7 @@ def unpack(
     `tables` are the resident page tables, with the step's changes.
     """
     R, S, T = layout.rows, layout.prefills, layout.tokens
-    any_flags, varying, constant, table, cu, tokens, extra, row_extra = sections(layout, ints)
+    any_flags, varying, constant, table, cu, tokens, extra, row_extra, _ = sections(layout, ints)
     slots, lengths, row_tokens, flags = (varying[:, column] for column in range(_VARYING))
     if tables is not None:
         table = tables[slots]

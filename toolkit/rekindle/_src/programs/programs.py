@@ -213,7 +213,7 @@ class Programs:
                 in_parts = entry.form is Form.PARTS
             key = entry.key
             try:
-                if in_parts and isinstance(key, Bucket) and key.span and self.lattice.gated:
+                if in_parts and isinstance(key, Bucket) and key.late and self.lattice.gated:
                     self.get(gated(key, self.lattice.ahead))  # steps with guided rows run it in place of both halves
                 elif in_parts:
                     with entry.lock:

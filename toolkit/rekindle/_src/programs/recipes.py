@@ -33,6 +33,7 @@ from rekindle._src.programs.buckets import (
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, DeviceLayout, Partitioning, Recipe
+from rekindle._src.programs.repeated import repeated, repeats
 from rekindle._src.programs.side_caches import DevicePlan, side_caches, slots_of
 from rekindle._src.programs.step import ChoiceInputs, StepOutput, make_choice, make_forward, make_step
 from rekindle_kernels import LayerKV, current_platform, int4, kernels_for, zeros
@@ -168,6 +169,12 @@ class Recipes:
         where native kernels serve."""
         return current_platform() == "gpu" or bool(self.kernels())
 
+    @functools.cached_property
+    def repeats(self) -> bool:
+        """True if the session has programs that repeat decode steps."""
+        plain = not self.sides and not self.parts.divided and not self.parts.multi_process
+        return plain and not self.config.deterministic and repeats(self.leaves)
+
     def layout(self, bucket: Bucket) -> Layout:
         most, features = self.config.max_requests, self.features
         return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident, features=features)
@@ -209,7 +216,7 @@ class Recipes:
     def recipe(self, key: Key) -> Recipe:
         """Return the recipe of a program."""
         if isinstance(key, Bucket):
-            return self._half(key) if key.span not in (StepSpan.ALL, StepSpan.GATED) else self._step(key)
+            return self._half(key) if key.span in (StepSpan.FORWARD, StepSpan.CHOICE) else self._step(key)
         if key == MEMORY:
             return Recipe(lambda: zeros((self.local_kv, self.state, self.own)), (), (), (), (PAGES, ROWS, ROWS))
         if key == ADMIT:
@@ -262,6 +269,8 @@ class Recipes:
     def _step(self, key: Bucket) -> Recipe:
         layout = self.layout(key)
         step = make_step(self.graph, layout, self.page_size, implementation=self.config.kernels)
+        if key.span is StepSpan.REPEATED:
+            step = repeated(step, layout)
         arguments: tuple[Any, ...] = (
             self.leaves, self.kv, self.state_in(key), *self.upload(layout), self._operands(key)
         )  # fmt: skip

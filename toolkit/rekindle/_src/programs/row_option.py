@@ -128,6 +128,9 @@ class RowOption(Generic[Own]):
     row_ints: int = 0
     per_token: bool = False
     side: str = ""  # the name of the side cache that has these slots
+    # True if its rows may be in steps that the device repeats: the host has to know none of their tokens in between. A
+    # request with flags that change from row to row is in none
+    repeats: bool = False
 
     # -- a request with the `option` enters its slot
 

@@ -108,6 +108,7 @@ class ShapingOption(RowOption[Shaping]):
     bits = int(RowFlag.BIASED | RowFlag.PENALISED | RowFlag.BARRED)
     history = int(RowFlag.PENALISED)
     neutral = 1.0, 0.0, 0.0
+    repeats = True
 
     def flags(self, request: Request) -> int:
         sampling = request.sampling

@@ -88,6 +88,11 @@ class SequenceExtensions:
         self.costly = next((one for one in made if isinstance(one, CostlyFollower)), None)
 
     @property
+    def steady(self) -> bool:
+        """True if nothing follows its tokens, and steps may always have the sequence."""
+        return not self.followers and not self._holding
+
+    @property
     def held(self) -> bool:
         """True while no step may have the sequence, because too many of its captures wait for their disk."""
         return bool(self._holding) and any(extension.held for extension in self._holding)

@@ -57,6 +57,10 @@ class StepProgramsLike(Protocol):
         """True if steps with drafts can run."""
         ...
 
+    def repeats(self, needs: frozenset[Any], size: StepSize) -> FitLike:
+        """Return the program that repeats decode steps of this size, for rows with these needs."""
+        ...
+
     def want(self, wanted: tuple[Any, ...]) -> object:
         """Make these programs in the background, instead of earlier requested ones."""
 
@@ -87,6 +91,10 @@ class EveryRow:
     def room(self, rows: int) -> int:
         """Return how many of `rows` drafts the step has a program for."""
         return rows
+
+    def repeats(self, steps: int) -> int:
+        """Return how many of `steps` decode steps with the rows that joined there is a program for."""
+        return steps
 
     def end(self) -> None:
         """End a step: its rows are planned."""
@@ -172,6 +180,13 @@ class ReadyRows(EveryRow):
             self._wanted = fit.wanted + self._wanted  # the smallest first
             rows //= 2
         return 0
+
+    def repeats(self, steps: int) -> int:
+        if self._now or self._held:
+            return 1
+        fit = self._programs.repeats(self._needs, self._size)
+        self._wanted += fit.wanted
+        return steps if fit.ready else 1
 
     def end(self) -> None:
         wanted = self._programs.fit(*self._with(self._held)).wanted if self._held else ()

@@ -55,6 +55,7 @@ from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.page_runs import PageRuns
 from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
 from rekindle._src.scheduling.ready_rows import EveryRow, ReadyRows, StepProgramsLike
+from rekindle._src.scheduling.repeats import Repeats
 from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.side_rules import SideRule, SideRules, WholePrompts
 from rekindle._src.scheduling.slow_rows import SlowRows
@@ -125,6 +126,7 @@ class Scheduler:
         self._ready_rows = EveryRow() if programs is None else ReadyRows(programs, limits, program_wait)
         self._drafts = Drafts(limits, self._ledger, drafters)
         self._slow_rows = SlowRows()
+        self._repeats = Repeats(limits, self._ledger)
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._program_wait = program_wait
@@ -198,11 +200,12 @@ class Scheduler:
     # -- one step
 
     def plan(self, *, now: bool = False) -> StepPlan | None:
-        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight.
+        """Plan the next step, assuming that every earlier one succeeds. None while drafts or repeated steps are in
+        flight.
 
         Rows wait until their program is ready, unless the step is to run `now`.
         """
-        if self._flights and self._flights[-1].plan.drafted:
+        if self._flights and self._flights[-1].plan.holds_next:
             return None
         if self._sides.ahead:
             self._admission.park_ahead()
@@ -268,6 +271,9 @@ class Scheduler:
         if decode and self._ready_rows.drafts():
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill), ready=self._ready_rows.room)
         tasks = self._drafts.tasks(decode, decode_rows)
+        steps = 1
+        if decode and not (now or prefill or awaited or tasks or self._admission.waiting):
+            steps = self._repeated(decode, decode_rows)
         self._ready_rows.end()
         if not decode and not prefill:
             return None
@@ -281,6 +287,7 @@ class Scheduler:
             tasks,
             awaited,
             self._drafts.entries((*decode, *prefill), (*decode_rows, *prefill_rows), enters=bool(awaited or prefill)),
+            steps,
         )
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
         self._waited = plan.drafted
@@ -318,6 +325,7 @@ class Scheduler:
                     events.append(event)
             self._drain(sequence)
         self._slow_rows.learn(flight.sequences, result)
+        self._repeats.learn(result)
         self._drafts.learn(flight.sequences, flight.plan, result, taken)
         if flight.plan.drafted:
             for sequence in dict.fromkeys(flight.sequences):
@@ -558,6 +566,12 @@ class Scheduler:
         for sequence in self._running_set.holders:
             continuing.update((sequence, slot) for slot in self._sides.continued(sequence) if slot in slots)
         return continuing
+
+    def _repeated(self, decode: list[Sequence], rows: list[Row]) -> int:
+        """Add the rows of further steps to a plan of decode rows. Return how many steps it has then."""
+        if len(rows) != len(self._running_set.running):
+            return 1  # some have drafts, others wait for pages or programs
+        return self._repeats.extend(decode, rows, ready=self._ready_rows.repeats)
 
     def _row(self, sequence: Sequence, length: int) -> Row:
         """Make a sequence's row in the step being planned."""

@@ -51,6 +51,9 @@ class Limits:
     edge: int = 1  # prompts are cut at multiples of it
     whole: bool = False  # prompts are not cut: tokens see later ones
     apart: bool = False  # tokens that are decoded have other keys and values than the same tokens in a prompt
+    repeated_steps: int = 1  # decode steps that one dispatch may have
+    repeated_rows: int = 1 << 30  # rows of each of these, at most
+    repeated_seconds: float = 0.008  # that these may take together: another request waits for them
 
     @classmethod
     def of(
@@ -203,6 +206,11 @@ class Sequence:
     @property
     def ended(self) -> bool:
         return self.status in _ENDED
+
+    @property
+    def steady(self) -> bool:
+        """True if its tokens are read by nothing on the host that decides how, or whether, its text goes on."""
+        return self.extensions.steady and not self.request.sampling.stop
 
     @property
     def reusable(self) -> int:

@@ -22,6 +22,7 @@ class SideRule(Generic[H]):
 
     inside = True  # a sequence may continue before its last cached token, which it then computes for its logits
     drafts = True  # rows may be drafts, which can be taken back
+    repeats = False  # rows of steps that the device repeats use the same slots or pages
     ahead = False  # requests that wait for others' pages are parked before the step's rows are planned
     least = 1  # tokens that have to be left of a step's budget for another prompt
 
@@ -115,6 +116,7 @@ class SideRules:
         self.on_tree = bool(self._rules)  # nodes of the tree have something in addition to pages
         self.inside = all(rule.inside for rule in self._rules)
         self.drafts = all(rule.drafts for rule in self._rules)
+        self.repeats = all(rule.repeats for rule in self._rules)
         self.ahead = any(rule.ahead for rule in self._rules)
         self.least = max((rule.least for rule in self._rules), default=1)
 

@@ -65,7 +65,7 @@ class SlowRows:
         """Record the time of a committed step, with these sequences in its rows, and of their host work."""
         if not sequences:
             return
-        self._usual += _OLDER * (min(result.seconds, _GROWTH * self._usual) - self._usual)
+        self._usual += _OLDER * (min(result.seconds / result.plan.steps, _GROWTH * self._usual) - self._usual)
         pairs = zip(sequences, result.rows, strict=True)
         times = [costly.seconds(row) for sequence, row in pairs if (costly := sequence.extensions.costly) is not None]
         slow = sum(seconds for seconds in times if seconds > ORDINARY)

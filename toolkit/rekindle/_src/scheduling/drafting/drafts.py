@@ -121,7 +121,7 @@ class Drafts:
     def learn(self, sequences: Items[Sequence], plan: StepPlan, result: StepResult, taken: Items[bool]) -> None:
         """Count the drafts and the cost of a committed step. `taken` says which rows became part of their texts."""
         waited, entered = plan.step == self._waits, plan.entries is not None
-        if not plan.prefill and (waited or (plan.step != self._alone and not entered)):
+        if not plan.prefill and plan.steps == 1 and (waited or (plan.step != self._alone and not entered)):
             self._costs.learn(len(plan.decode), result, waited=waited)
         if not plan.drafted:
             return
