@@ -39,7 +39,8 @@ LONG: dict[str, Any] = {"rank": 4, "steps": 100_000, "batch": 3, "learning_rate"
 
 
 def after(run: rekindle.Tuning, steps: int) -> Callable[[], bool]:
-    return lambda: len(run.history) >= steps or run.done
+    """True once it has taken so many steps of its own: it may go on from those of the same training before it."""
+    return lambda: len(run.history) >= run.resumed_at + steps or run.done
 
 
 @pytest.mark.anyio

@@ -23,8 +23,9 @@ from jax import Array
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.hooks import NO_DELTAS, Deltas, Listener, heard
+from rekindle._src.models.kept import Keep, keep_nothing
 from rekindle._src.models.nn.forward import ForwardPass
-from rekindle._src.models.nn.linear import Matrix, Products
+from rekindle._src.models.nn.linear import Linear, Matrix, Products
 from rekindle._src.models.nn.packing import is_packed
 from rekindle._src.models.plain import PlainAttention
 from rekindle_kernels import LinearOptions, gated, int4, rms_norm
@@ -57,6 +58,8 @@ def widened(stored: StoredMatrix, floats: str) -> Array:
 def tiles_of(stored: StoredMatrix) -> int:
     """Return the number of equal parts, along the first axis, that a matrix is widened in; 1 if there are none."""
     weight = stored.weight
+    if weight.dtype == jnp.float32 and stored.scale is None:
+        return 1  # it is wide
     shape = int4.matrix_shape(weight) if is_packed(weight) else weight.shape
     least = max(1, -(-4 * math.prod(shape) // AT_ONCE))
     blocks = weight.shape[0]
@@ -105,8 +108,8 @@ def _dot(x: Array, matrix: Array) -> Array:
 class WideProducts(Products):
     """Products in float32 with stored matrices. They have derivatives by their rows."""
 
-    def __init__(self, floats: str) -> None:
-        self._floats = floats
+    def __init__(self, floats: str, keep: Keep = keep_nothing) -> None:
+        self._floats, self._keep = floats, keep
 
     def linear(self, x: Array, matrix: Matrix, count: Array | None, options: LinearOptions, **more: Any) -> Array:
         residual, norm = more.get("residual"), more.get("norm")
@@ -114,6 +117,8 @@ class WideProducts(Products):
         rows = x if norm is None else rms_norm(x, norm, options.eps, implementation="xla")
         flat = rows.reshape(-1, rows.shape[-1]).astype(jnp.float32)
         y = product(self._floats, flat, StoredMatrix(*matrix.arrays)).reshape(*x.shape[:-1], -1)
+        if not isinstance(matrix, Linear) or matrix.delta is None:  # else the delta keeps the sum
+            y = self._keep(y)
         y = y if options.gate is None else gated(y, options.gate, implementation="xla")
         y = y.astype(out)
         return y if residual is None else residual + y
@@ -132,7 +137,7 @@ class WideProducts(Products):
         outputs = stack.shape[-2]
         zeros = jnp.zeros((rows.shape[0], outputs), jnp.float32)
         total, _ = jax.lax.scan(add, zeros, (stored, ends - sizes, ends))
-        return total.astype(x.dtype)
+        return self._keep(total).astype(x.dtype)
 
 
 def differentiable(graph: Graph) -> Graph:
@@ -245,6 +250,6 @@ def recomputing_pass(
 _OUTSIDE = ("embedding", "residual_before", "norm")
 
 
-def module_of(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS) -> Model:
+def module_of(graph: Graph, leaves: Sequence[Array], deltas: Deltas = NO_DELTAS, keep: Keep = keep_nothing) -> Model:
     """Return the module of a graph that `differentiable` has made, with these deltas of its matrices."""
-    return merge(graph, leaves, deltas, products=WideProducts(graph.precision.weights))
+    return merge(graph, leaves, deltas, products=WideProducts(graph.precision.weights, keep))

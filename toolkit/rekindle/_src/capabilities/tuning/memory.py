@@ -22,6 +22,9 @@ _MEASURED = 5  # products, the quickest of which counts
 _INSIDE = 3  # arrays of a layer's widths that are alive at once in its backward pass
 
 
+KEPT = 512 << 20  # bytes that all layers keep at most for their derivatives, if there is room
+
+
 class TrainingNeed(NamedTuple):
     """The bytes that a training takes in addition to the open model, and the work of its largest micro-batch."""
 
@@ -29,18 +32,19 @@ class TrainingNeed(NamedTuple):
     inputs: int  # of all layers, which are kept for the backward pass
     layer: int  # inside of one layer
     head: int
-    operations: float  # in the products of a micro-batch, forward, again and back
+    kept: int  # of layers' results, for which there is room: they are not computed again in the backward pass
+    operations: float  # in the products of a micro-batch, forward, again where results are not kept, and back
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All that it can't do without."""
         return self.adapter + self.inputs + max(self.layer, self.head)
 
     def __str__(self) -> str:
         return (
             f"{words.mebibytes(self.total)}: {words.mebibytes(self.adapter)} for the adapter and its optimiser, "
             f"{words.mebibytes(self.inputs)} for the inputs of layers, {words.mebibytes(max(self.layer, self.head))} "
-            "for one layer or the head"
+            f"for one layer or the head, and as there is room, {words.mebibytes(self.kept)} for layers' results"
         )
 
 
@@ -53,13 +57,24 @@ def need_of(
     for matrix in matrices:
         widths[matrix.layer] = widths.get(matrix.layer, 0) + matrix.site.inputs + matrix.site.outputs
     attention = 4 * shape.rows * config.num_heads * shape.tokens**2 * _INSIDE
-    return TrainingNeed(
+    need = TrainingNeed(
         4 * _ARRAYS * sum(matrix.parameters(rank) for matrix in matrices),
         4 * tokens * config.hidden_size * (config.num_layers + 2),
         4 * tokens * max(widths.values()) * _INSIDE + attention + 2 * AT_ONCE,
         4 * shape.chosen * config.vocab_size * _INSIDE + 2 * AT_ONCE,
+        0,
         6.0 * parameters * tokens,
     )
+    results = sum(matrix.outputs + rank * len(matrix.modules) for matrix in matrices)
+    results += config.num_layers * config.num_heads * (config.head_dim + 1)  # of attention
+    kept = min(4 * tokens * results, room_of(need))
+    return need._replace(kept=kept, operations=need.operations * (1 - kept / (4 * tokens * results) / 3))
+
+
+def room_of(need: TrainingNeed) -> int:
+    """Return the bytes that layers may keep for their derivatives: half of what a training leaves, up to a limit."""
+    free = memory.available()
+    return KEPT if free is None else max(0, min(KEPT, (free - need.total) // 2))
 
 
 def planned(plan: ProgramPlan, *, rank: int, tokens: int) -> tuple[TrainingNeed, float]:

@@ -83,7 +83,7 @@ class TuningPrograms(Owner):
     def _opened_store(self) -> ProgramStore | NoStore:
         plan = self.plan
         kept = ExecutableStore(plan.config.cache_folder / "programs")
-        return ProgramStore(kept, plan.name or plan.model.model_type, digest({**plan.fields, "tuning": 1}))
+        return ProgramStore(kept, plan.name or plan.model.model_type, digest({**plan.fields, "tuning": 2}))
 
     def sleep(self) -> int:
         with self._lock:

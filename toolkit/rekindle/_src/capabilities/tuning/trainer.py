@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from rekindle._src.capabilities.tuning.batches import MicroBatch
 from rekindle._src.capabilities.tuning.losses import Floats, Loss
-from rekindle._src.capabilities.tuning.memory import TrainingNeed, need_of
+from rekindle._src.capabilities.tuning.memory import TrainingNeed, need_of, room_of
 from rekindle._src.capabilities.tuning.owner import TrainingProgram, TuningPrograms
 from rekindle._src.capabilities.tuning.sites import TrainedMatrix
-from rekindle._src.capabilities.tuning.step import Pair, Pairs, TrainingCut, TrainingShape
+from rekindle._src.capabilities.tuning.step import KeptArrays, LayerResult, Pair, Pairs, TrainingCut, TrainingShape
 from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of
 from rekindle._src.models.base import precision_name
 from rekindle._src.models.nn.packing import matrix_shape
@@ -106,6 +106,10 @@ class Trainer:
         parameters = sum(math.prod(matrix_shape(leaf)) for leaf in cut.leaves)
         return need_of(cut.graph.config, self._matrices, self._rank, shape, parameters)
 
+    def _room(self, shape: TrainingShape) -> int:
+        """Return the bytes that layers may keep for their derivatives."""
+        return room_of(self.need(shape))
+
     def begin(self, state: TrainerState | None, seed: int) -> None:
         """Put a state on the device: a new one, or one that was kept."""
         if state is None:
@@ -167,27 +171,37 @@ class Trainer:
         rows = jax.ShapeDtypeStruct((shape.rows, shape.tokens), np.int32), jax.ShapeDtypeStruct((shape.rows,), np.int32)
         opening = self._made(shape, "opening", cut.opening, (outer, *rows))
         opened = jax.eval_shape(cut.opening, outer, *rows)
-        made: dict[int, tuple[TrainingProgram, TrainingProgram]] = {}
-        x, keys = opened.x, dict[int, Any]()
+        x, keys, known = opened.x, dict[int, Any](), dict[int, tuple[Any, KeptArrays]]()
         for layer, kind in enumerate(cut.kinds):
             if kind == layer or layer in cut.shared:
                 operands = self._operands(leaves, layer, self._pairs, x, keys, opened.tables, opened.own)
-                x, kept = jax.eval_shape(cut.layer(layer, shape), *operands)
-                keys[layer] = kept
-            if kind != layer:
+                x, keys[layer], _ = jax.eval_shape(cut.layer(layer, shape), *operands)
+            if kind == layer:
+                known[layer] = operands, cut.kept(layer, shape, *operands)
+        made: dict[tuple[int, bool], tuple[TrainingProgram, TrainingProgram]] = {}
+        places, room = list[tuple[int, bool]](), self._room(shape)
+        for kind in cut.kinds:
+            operands, arrays = known[kind]
+            keeps = arrays.size <= room
+            room -= arrays.size if keeps else 0
+            places.append((kind, keeps))
+            if places[-1] in made:
                 continue
-            forward = self._made(shape, f"layer {layer}", cut.layer(layer, shape), operands)
-            changes = x, operands[3], operands[1]
+            wanted, part = arrays.wanted if keeps else (), f"layer {kind}{' kept' * keeps}"
+            function = cut.layer(kind, shape, wanted)
+            forward = self._made(shape, part, function, operands)
+            found = jax.eval_shape(function, *operands)
+            before = found.x, operands[3], operands[1], found.kept
             back = self._made(
-                shape, f"layer {layer} back", cut.layer_back(layer, shape), (*changes, *operands, kept), (0, 2)
+                shape, f"{part} back", cut.layer_back(kind, shape, wanted), (*before, *operands, found.keys), (0, 2)
             )
-            made[layer] = forward, back
+            made[kind, keeps] = forward, back
         ints = jax.ShapeDtypeStruct((shape.chosen,), np.int32)
         floats = jax.ShapeDtypeStruct((shape.chosen,), np.float32)
         logprobs = self._made(shape, f"c{shape.chosen}", cut.logprobs, (outer, x, ints, ints))
         backwards = x, outer, x, ints, ints, floats
         logprobs_back = self._made(shape, f"c{shape.chosen} back", cut.logprobs_back, backwards, (0,))
-        layers = tuple(made[kind] for kind in cut.kinds)
+        layers = tuple(made[place] for place in places)
         forwards, backs = tuple(one[0] for one in layers), tuple(one[1] for one in layers)
         self._programs[shape] = ShapePrograms(opening, forwards, backs, logprobs, logprobs_back)
 
@@ -228,13 +242,13 @@ class Trainer:
         """Compute the log-probabilities of each line's learned tokens, without the adapter."""
         nothing = [Pair(*(jnp.zeros(leaf.shape, jnp.float32) for leaf in pair)) for pair in self._shapes()]
         programs, outer = self._programs[batch.shape], self._outer(leaves)
-        passed = yield from self._forward(leaves, nothing, batch)
+        passed = yield from self._forward(leaves, nothing, batch, back=False)
         return (yield from self._chosen(programs, outer, passed.xs[-1], batch))
 
     def accumulate(self, leaves: Sequence[jax.Array], batch: MicroBatch, loss: Loss) -> Generator[None, None, float]:
         """Add a micro-batch's gradients to the step's. Return its part of the loss."""
         programs, outer = self._programs[batch.shape], self._outer(leaves)
-        passed = yield from self._forward(leaves, self._pairs, batch)
+        passed = yield from self._forward(leaves, self._pairs, batch, back=True)
         x = passed.xs.pop()
         if loss.ahead:
             weighed = loss.weigh(batch.lines, [np.zeros(count) for count in batch.counts])
@@ -270,24 +284,26 @@ class Trainer:
         return tuple(leaves[index] for index in self._cut.cut.outer)
 
     def _forward(
-        self, leaves: Sequence[jax.Array], pairs: Sequence[Pair], batch: MicroBatch
+        self, leaves: Sequence[jax.Array], pairs: Sequence[Pair], batch: MicroBatch, *, back: bool
     ) -> Generator[None, None, _ForwardArrays]:
         programs = self._programs[batch.shape]
         opened = programs.opening(self._outer(leaves), batch.tokens, batch.lengths)
-        passed = _ForwardArrays([opened.x], {}, opened.tables, opened.own)
+        passed = _ForwardArrays([opened.x], {}, [], opened.tables, opened.own)
         for layer, program in enumerate(programs.layers):
             operands = self._operands(leaves, layer, pairs, passed.xs[-1], passed.keys, passed.tables, passed.own)
-            x, kept = program(*operands)
-            if kept:
-                passed.keys[layer] = kept
-            passed.xs.append(jax.block_until_ready(x))
+            found: LayerResult = program(*operands)
+            if found.keys:
+                passed.keys[layer] = found.keys
+            if back:
+                passed.kept.append(found.kept)
+            passed.xs.append(jax.block_until_ready(found.x))
             yield
         return passed
 
     def _backward(
         self, leaves: Sequence[jax.Array], batch: MicroBatch, passed: _ForwardArrays, change: Any
     ) -> Generator[None, None, None]:
-        changes = {layer: tuple(jnp.zeros_like(array) for array in kept) for layer, kept in passed.keys.items()}
+        changes = {layer: tuple(jnp.zeros_like(array) for array in keys) for layer, keys in passed.keys.items()}
         for layer, program in reversed(list(enumerate(self._programs[batch.shape].back))):
             operands = self._operands(
                 leaves, layer, self._pairs, passed.xs.pop(), passed.keys, passed.tables, passed.own
@@ -295,12 +311,14 @@ class Trainer:
             source = self._cut.reads(layer)
             sums: Pairs = {self._matrices[index].name: self._sums[index] for index in self._of_layers[layer]}
             read = () if source is None else changes[source]
-            change, read, sums = program(change, read, sums, *operands, changes.get(layer, ()))
+            kept = passed.kept.pop()
+            change, read, sums = program(change, read, sums, kept, *operands, changes.get(layer, ()))
             if source is not None:
                 changes[source] = read
             for index in self._of_layers[layer]:
                 self._sums[index] = sums[self._matrices[index].name]
             jax.block_until_ready(change)
+            del operands, kept  # before the next layer's are computed
             yield
 
     def _chosen(
@@ -346,10 +364,11 @@ class Trainer:
 
 
 class _ForwardArrays(NamedTuple):
-    """A forward pass: the inputs of all layers and the output of the last."""
+    """A forward pass: the inputs of all layers and the output of the last, and what else is kept of each layer."""
 
     xs: list[Any]
     keys: dict[int, Any]
+    kept: list[tuple[Any, ...]]
     tables: Any
     own: Any
 
