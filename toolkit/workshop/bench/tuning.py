@@ -36,6 +36,7 @@ def of_rekindle(arguments: argparse.Namespace) -> dict[str, Any]:
     import rekindle
 
     options: Any = {"precompile": "lazy", "disk_memory": 0, "quiet": True, "max_model_len": 256, "max_requests": 2}
+    options["dtype"] = "float32"  # of weights that are not in groups: PEFT's are
     with rekindle.open_sync(arguments.model, **options) as session:
         opened = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         run = session.tune(
