@@ -306,6 +306,64 @@ def test_a_stream_of_http_1_0_whose_client_closes_its_half_goes_on(server: Serve
     assert begun.startswith(b"HTTP/1.") and b"[DONE]" in begun and b"100 Continue" not in begun
 
 
+OFFERS = b"Connection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\nUpgrade: "
+BODY = b'{"prompt": "Hello", "max_tokens": 5}'
+FRAMED = {
+    "a length": (b"Content-Length: %d\r\n\r\n" % len(BODY), BODY),
+    "chunks": (b"Transfer-Encoding: chunked\r\n\r\n", b"9;a=b\r\n%b\r\n%x\r\n%b\r\n0\r\nX-Trailer: a\r\n\r\n" % (
+        BODY[:9], len(BODY) - 9, BODY[9:],
+    )),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("framed", FRAMED)
+@pytest.mark.parametrize("offered", [b"h2c", b"websocket"])
+def test_a_client_that_offers_another_protocol_is_answered_in_this_one(
+    server: Server, offered: bytes, framed: str, apart: bool
+) -> None:
+    """Java's client offers HTTP/2 with its first request; what follows its head is its body, and no request."""
+    framing, body = FRAMED[framed]
+    with opened(server) as client, client.makefile("rb") as answers:
+        for _ in range(3):
+            client.sendall(HEAD + MINE + OFFERS + offered + b"\r\n" + framing + (b"" if apart else body))
+            if apart:
+                time.sleep(0.05)  # so that it comes by itself
+                client.sendall(body)
+            assert b" 200 " in answers.readline()
+            head = b"".join(iter(answers.readline, b"\r\n")).lower()
+            answer = answers.read(int(head.partition(b"content-length: ")[2].split()[0]))
+            assert json.loads(answer)["usage"]["completion_tokens"] == 5
+
+
+def test_a_body_after_an_offer_is_not_read_as_a_request(server: Server) -> None:
+    inner = b"GET /version HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n"
+    with opened(server) as client:
+        client.sendall(HEAD + MINE + OFFERS + b"h2c\r\nContent-Length: %d\r\n\r\n" % len(inner))
+        time.sleep(0.05)
+        client.sendall(inner)
+        client.shutdown(socket.SHUT_WR)
+        said = b""
+        with contextlib.suppress(OSError):
+            while data := client.recv(65_536):
+                said += data
+    assert b'"version"' not in said and b" 200 " not in said
+
+
+def test_many_offers_in_one_packet_are_answered_in_order(server: Server) -> None:
+    one = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n"
+    with neighbour(server), opened(server) as client:
+        client.sendall(one * 10)
+        said = b""
+        while said.count(b'{"status":"ok"}') < 10 and (data := client.recv(65_536)):
+            said += data
+        with contextlib.suppress(OSError):
+            client.sendall(one * 3_000)  # more than may be sent ahead
+            while client.recv(65_536):
+                pass
+    assert said.count(b" 200 ") == 10
+
+
 def test_requests_sent_ahead_are_bounded(server: Server) -> None:
     with neighbour(server), opened(server) as client:
         body = b'{"prompt": "Hello", "max_tokens": 5}'

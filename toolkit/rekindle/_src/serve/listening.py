@@ -28,6 +28,7 @@ from rekindle.errors import ConfigError
 from rekindle_kernels import system
 
 try:
+    import httptools
     from starlette.types import ASGIApp
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 except ImportError:  # uvicorn without its extra `standard`
@@ -399,8 +400,89 @@ class _H11(_BoundedProtocol, H11Protocol):
 
 if HttpToolsProtocol is not None:
 
+    class _RestOfRequest:
+        """The callbacks of a parser that reads a request's body, and what follows, after another read its head."""
+
+        def __init__(self, connection: _HttpTools) -> None:
+            self._connection, self._repeated = connection, True
+            self.on_body = connection.on_body
+            self.on_message_complete = connection.on_message_complete
+
+        def on_message_begin(self) -> None:
+            if not self._repeated:
+                self._connection.on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            if not self._repeated:
+                self._connection.on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if not self._repeated:
+                self._connection.on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            if not self._repeated:
+                self._connection.on_headers_complete()
+            self._repeated = False
+
+    class _RequestParser:
+        """httptools' parser for a server that upgrades no connection.
+
+        Where a client offers another protocol, as Java's does with each first request, httptools takes the body for
+        that protocol's bytes. A proxy takes it for the body: two readers of one request. So another parser goes on.
+        """
+
+        def __init__(self, connection: _HttpTools, parser: Any) -> None:
+            self._connection, self._parser = connection, parser
+
+        def feed_data(self, data: bytes) -> None:
+            rest = memoryview(data)
+            while True:
+                try:
+                    self._parser.feed_data(rest)
+                    return
+                except httptools.HttpParserUpgrade as offered:
+                    rest = rest[offered.args[0] :]
+                    self._go_on()
+
+        def _go_on(self) -> None:
+            connection, version = self._connection, self._parser.get_http_version().encode()
+            lines = [b"POST / HTTP/" + version]  # a method that may have a body
+            framing = (b"content-length", b"transfer-encoding")
+            lines += [b"%b: %b" % header for header in connection.headers if header[0] in framing]
+            self._parser = httptools.HttpRequestParser(_RestOfRequest(connection))
+            with contextlib.suppress(AttributeError):  # httptools before 0.6.3; as uvicorn has it
+                self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self._parser.feed_data(b"\r\n".join(lines) + b"\r\n\r\n")
+
+        @property
+        def stops_at_the_head(self) -> bool:
+            """True if another parser is to go on after the head that was read."""
+            upgrades: bool = self._parser.should_upgrade()
+            return upgrades
+
+        def should_upgrade(self) -> bool:
+            return False
+
+        def should_keep_alive(self) -> bool:
+            keeps: bool = self._parser.should_keep_alive()
+            return keeps
+
+        def get_http_version(self) -> str:
+            version: str = self._parser.get_http_version()
+            return version
+
+        def get_method(self) -> bytes:
+            method: bytes = self._parser.get_method()
+            return method
+
     class _HttpTools(_BoundedProtocol, HttpToolsProtocol):  # type: ignore[misc]
         """Bounds for httptools, which has none; it also joins a header's parts in quadratic time."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            self._reader = _RequestParser(self, self.parser)
+            self.parser: Any = self._reader
 
         @property
         def _ahead(self) -> int:
@@ -419,6 +501,8 @@ if HttpToolsProtocol is not None:
             super().on_body(body)
 
         def on_message_complete(self) -> None:
+            if self._reader.stops_at_the_head:
+                return  # its body is to come
             self.unframed = 0
             super().on_message_complete()
 
