@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from helpers.asgi import get, post
 from helpers.thorough import anyio_backend, by_default  # noqa: F401  the fixture
 from rekindle import Session
+from rekindle._src.serve import app as app_module
 from rekindle._src.serve.app import GETS, POSTS
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.metrics import dashboard
@@ -112,3 +113,13 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     known |= {f"rekindle_{name}_bucket" for name in HISTOGRAMS}
     asked = re.findall(r"rekindle_\w+", json.dumps(dashboard()["panels"]))
     assert asked and set(asked) <= known
+
+
+@pytest.mark.anyio
+async def test_the_document_is_written_once(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two hundred requests for it took ten seconds in which others waited."""
+    written, dumps = list[Any](), app_module.dumps
+    monkeypatch.setattr(app_module, "dumps", lambda value: written.append(value) or dumps(value))
+    served = make_app(session)
+    answers = [(await get(served, "/openapi.json")).json() for _ in range(2)]
+    assert answers == written * 2

@@ -13,7 +13,7 @@ import anyio
 
 from rekindle._src.serve import adapters, info
 from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, count_tokens, messages
-from rekindle._src.serve.bodies import header
+from rekindle._src.serve.bodies import dumps, header
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
 from rekindle._src.serve.decisions import DECISIONS, RERANK, decisions, rerank
@@ -176,9 +176,12 @@ def app(
     keys = ApiKeys(api_key)
     summaries = [(path, summary) for path, _, summary in GETS]
     description = document([endpoint for endpoint, _, _ in posts], summaries, keys=bool(keys))
+    written: list[bytes] = []  # at the first request: writing it takes as long as hundreds of requests
 
     async def openapi(exchange: Exchange, fields: dict[str, Any]) -> None:
-        await exchange.reply(description)
+        if not written:
+            written.append(dumps(description).encode())
+        await exchange.reply_bytes(written[0], b"application/json")
 
     routes += [
         # A model's name may have slashes.
