@@ -221,6 +221,61 @@ async def test_the_gate_lets_in_by_turns() -> None:
 
 
 @pytest.mark.anyio
+async def test_callers_that_wait_take_turns_and_leave_half_of_the_places() -> None:
+    limiter, order = AdmissionLimiter(16), list[str]()
+
+    async def enter(caller: str, count: int = 1) -> None:
+        await limiter.enter(count, caller=caller)
+        order.append(caller)
+
+    async with anyio.create_task_group() as group:
+        for _ in range(12):
+            group.start_soon(enter, "a")
+        await anyio.wait_all_tasks_blocked()
+        assert order == ["a"] * 8 and limiter.waiting == 4
+        assert not limiter.try_enter(1, "a"), "it overtook itself"
+        assert limiter.try_enter(8, "b")
+        for _ in range(2):
+            group.start_soon(enter, "c")
+        await anyio.wait_all_tasks_blocked()
+        assert order == ["a"] * 8
+        limiter.leave(3, "b")
+        await anyio.wait_all_tasks_blocked()
+        assert order == ["a"] * 8 + ["c", "c"] and limiter.waiting == 4
+        limiter.leave(4, "a")
+        await anyio.wait_all_tasks_blocked()
+    assert order == ["a"] * 8 + ["c", "c"] + ["a"] * 4 and limiter.inside == 15
+
+
+@pytest.mark.anyio
+async def test_a_caller_with_few_sequences_finds_a_spare_place() -> None:
+    limiter = AdmissionLimiter(64)  # 8 spare ones, two for each caller
+    assert limiter.try_enter(64, "a") and not limiter.try_enter(1, "a") and not limiter.try_enter(1)
+    assert limiter.try_enter(2, "b") and not limiter.try_enter(1, "b")
+    assert all(limiter.try_enter(2, caller) for caller in "cde") and not limiter.try_enter(1, "f")
+    assert limiter.inside == 72
+    for caller in "bcde":
+        limiter.leave(2, caller)
+    limiter.leave(64, "a")
+    assert limiter.inside == 0 and limiter.try_enter(64, "b")
+
+
+@pytest.mark.anyio
+async def test_spare_places_keep_no_large_request_waiting() -> None:
+    limiter = AdmissionLimiter(64)
+    assert limiter.try_enter(2, "b") and limiter.try_enter(62, "a")
+    async with anyio.create_task_group() as group:
+        group.start_soon(limiter.enter, 64, lambda: False, "large")
+        await anyio.wait_all_tasks_blocked()
+        limiter.leave(62, "a")
+        for _ in range(10):  # it always has two, and the large one is next all the same
+            limiter.leave(1, "b")
+            assert limiter.try_enter(1, "b")
+        await anyio.wait_all_tasks_blocked()
+        assert limiter.waiting == 0 and limiter.inside == 66
+
+
+@pytest.mark.anyio
 async def test_leaving_the_line_lets_the_next_one_in() -> None:
     limiter, order = AdmissionLimiter(2), []
     assert limiter.try_enter(1)

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
 from rekindle._src.capabilities import capabilities_of
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, spare_places
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.device import Device
@@ -55,7 +55,8 @@ def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any)
     """A scheduler and a fake runner that agree with each other."""
     assert config.page_size is not None
     limits = Limits.of(config, max_prefill_rows=8)
-    limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
+    places = config.max_queue + config.max_requests
+    limits = dataclasses.replace(limits, max_queue=places + spare_places(places))
     pool = PagePool(num_pages)
     fake = FakeRunner(
         num_pages=num_pages, page_size=config.page_size, max_requests=config.max_requests,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from helpers.fakes import make_request
@@ -36,6 +38,42 @@ def text(*pages: int, tail: int = 0) -> list[int]:
 def test_fcfs() -> None:
     requests = [make_request("x" * (9 - index), id=f"q{index}", max_tokens=1 + index) for index in range(6)]
     assert served(one_at_a_time("fcfs"), requests) == ["q0", "q1", "q2", "q3", "q4", "q5"]
+
+
+def of(caller: str, count: int, **options: int) -> list[Request]:
+    requests = [make_request("x", id=f"{caller}{index}", max_tokens=1, **options) for index in range(count)]
+    return [dataclasses.replace(request, caller=caller) for request in requests]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_callers_take_turns_each_with_its_first(policy: str) -> None:
+    """Before that, a caller waited for all thousand requests that another had sent before."""
+    requests = [*of("a", 5), *of("b", 2), *of("c", 1)]
+    assert served(one_at_a_time(policy), requests) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+
+
+def test_a_caller_that_comes_later_has_no_turns_to_make_up_for() -> None:
+    loop = one_at_a_time("fcfs")
+    for request in of("a", 6):
+        loop.submit(request)
+    while len(loop.runner.plans) < 3:
+        loop.step()
+    assert served(loop, [*of("b", 3)]) == ["b0", "b1", "b2"]
+    order = [row.request.id for plan in loop.runner.plans for row in plan.rows]
+    assert order == ["a0", "a1", "a2", "a3", "b0", "a4", "b1", "a5", "b2"]
+
+
+def test_requests_that_are_cancelled_take_no_turns() -> None:
+    loop = one_at_a_time("fcfs")
+    for request in [*of("a", 40), *of("b", 3)]:
+        loop.submit(request)
+    for index in range(40):
+        loop.scheduler.abort(f"a{index}")
+    again = dataclasses.replace(make_request("x", id="again", max_tokens=1), caller="a")
+    loop.submit(again)
+    loop.run()
+    order = [row.request.id for plan in loop.runner.plans for row in plan.rows]
+    assert order == ["b0", "again", "b1", "b2"]
 
 
 def test_priority_puts_larger_first_and_equals_in_order() -> None:

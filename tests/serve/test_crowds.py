@@ -9,8 +9,11 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 
 from helpers.asgi import post
@@ -185,3 +188,30 @@ async def test_what_is_counted_is_bounded(session: Session) -> None:
     assert many.status == 400 and "262,145 ids" in many.error["message"] and many.error["param"] == "tokens"
     counted = {"messages": [{"role": "user", "content": "a" * (1 << 20)}], "model": "fake"}
     assert (await post(served, "/v1/messages/count_tokens", counted)).status == 400
+
+
+@pytest.fixture
+def slow() -> Iterator[Session]:
+    yield from checked(chatting_session(step_seconds=0.005))
+
+
+@pytest.mark.anyio
+async def test_a_request_that_takes_all_places_leaves_some_and_a_turn_to_others(slow: Session) -> None:
+    """One request for a thousand sequences, or for embeddings of as many texts, had all others refused."""
+    served, places = app(slow, api_key=["mine", "another"]), slow.config.max_queue + slow.config.max_requests
+    answers = list[Any]()
+
+    async def ask(key: str, **options: int) -> int:
+        body = {"prompt": "Hello", "max_tokens": 2, **options}
+        answer = await post(served, "/v1/completions", body, headers={"x-api-key": key})
+        if "n" in options:
+            answers.append(answer)
+        return answer.status
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(partial(ask, "another", n=places, max_tokens=40))
+        await anyio.to_thread.run_sync(eventually, lambda: slow.stats().live == places)
+        assert await ask("another") == 429
+        assert [await ask("mine") for _ in range(3)] == [200, 200, 200]
+        assert not answers and slow.stats().live > places // 2, "they waited for the other caller's"
+    assert answers[0].status == 200 and len(answers[0].json()["choices"]) == places

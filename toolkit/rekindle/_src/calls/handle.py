@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar, cast
 
 from rekindle._src.calls.call import Call
@@ -244,7 +245,7 @@ class Handle(RequestOutput, Call[T_co]):
         self._host.check()
         limiter = self._host.limiter
         self._fits()
-        if not limiter.try_enter(self.sampling.n):
+        if not limiter.try_enter(self.sampling.n, self.caller):
             raise QueueFull(
                 f"{limiter.inside} of {limiter.places} places are taken and {limiter.waiting} callers wait for one. "
                 "Submit later, await session.admit(...), or open with a larger max_queue"
@@ -259,7 +260,9 @@ class Handle(RequestOutput, Call[T_co]):
         self._fits()
         self._queued, self._handed_over = True, time.perf_counter()
         try:
-            entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
+            entered = await self._host.limiter.enter(
+                self.sampling.n, lambda: self._mailbox.ended or self._submitted, self.caller
+            )
         except BaseException:
             self.cancel()
             raise
@@ -275,9 +278,9 @@ class Handle(RequestOutput, Call[T_co]):
     def _hand_over(self) -> None:
         with self._lock:
             if self._mailbox.ended or self._submitted:  # cancelled in another thread, or admitted twice
-                self._host.limiter.leave(self.sampling.n)
+                self._host.limiter.leave(self.sampling.n, self.caller)
                 return
-            self._mailbox.on_sequence_end = self._host.limiter.leave
+            self._mailbox.on_sequence_end = partial(self._host.limiter.leave, caller=self.caller)
             self._submitted, self._handed_over = True, time.perf_counter()
         prompt = self._prompt
         self._host.submit(

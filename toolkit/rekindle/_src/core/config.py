@@ -166,6 +166,7 @@ class EngineConfig(ForeignNames, Record):
         restore (None): name of a snapshot to restore; "auto" for all pages that earlier sessions kept, the likeliest of
             them read ahead; or "none". By default a notebook's session finds pages on disk when a prompt needs them.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
+            A server's callers take turns under "fcfs", and under "priority" where it is equal.
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
             Those of prompts' log-probabilities compile at their first use, whatever it is.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
@@ -296,6 +297,11 @@ class ResolvedConfig(EngineConfig):
 
     def __repr__(self) -> str:
         return super().__repr__().replace(type(self).__name__, EngineConfig.__name__, 1)  # as users write it
+
+
+def spare_places(places: int) -> int:
+    """Return how many more sequences a session takes than it has places, of a server's callers with few of them."""
+    return places // 8
 
 
 def cache_folder(cache_dir: str | None = None) -> Path:

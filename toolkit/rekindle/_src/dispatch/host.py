@@ -21,7 +21,7 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import anyio
 
 from rekindle._src.core.activity import ProgramWait
+from rekindle._src.core.config import spare_places
 from rekindle._src.core.own_failure import close_each, own_failure, root_cause
 from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.dispatch.backend import Abort, Control, Events, Exclusive, Front, ScheduleMessage, Submission
@@ -60,83 +61,113 @@ class _Waiter:
 
 
 class AdmissionLimiter:
-    """Counts free places and admits waiting callers first come, first served. Usable from any thread."""
+    """Counts the places of sequences. Usable from any thread.
+
+    Callers are those of a server, by name; all else is the caller "". Waiting callers take turns, each with its oldest
+    request first. While one waits, it leaves half of the places to callers that don't. If none of these is left, a
+    caller with few sequences finds one of the spare places, which are in addition to `places`.
+    """
 
     def __init__(self, places: int) -> None:
         self.places: int = places
         self.admitted: int = 0  # sequences so far
         self.closed: BaseException | None = None
         self._free = places
-        self._line: deque[_Waiter] = deque()
+        self._spare = spare_places(places)
+        self._of_callers = Counter[str]()  # places by caller
+        self._spare_of_callers = Counter[str]()
+        self._lines: dict[str, deque[_Waiter]] = {}  # by caller; the one whose turn is next stands first
         # Reentrant: the garbage collector may close a waiting coroutine in a thread that holds the lock already.
         self._lock = threading.RLock()
 
     @property
     def inside(self) -> int:
-        """Places that are taken."""
-        return self.places - self._free
+        """Places that are taken, spare ones included."""
+        return self.places - self._free + self._spare_of_callers.total()
 
     @property
     def waiting(self) -> int:
-        """Callers that wait for places."""
-        return len(self._line)
+        """Requests that wait for places."""
+        return sum(map(len, tuple(self._lines.values())))
 
-    def try_enter(self, count: int) -> bool:
-        """Take `count` places if they are free and no caller waits; false if not. Raises `SessionClosed`."""
+    def try_enter(self, count: int, caller: str = "") -> bool:
+        """Take `count` places if they are free and no one waits for them; false if not. Raises `SessionClosed`."""
         with self._lock:
             if self.closed is not None:
                 raise self._refusal()
-            if self._line or self._free < count:
+            if caller in self._lines:
                 return False
-            self._free -= count
+            if self._free >= count and self._next() is None:
+                self._free -= count
+                self._of_callers[caller] += count
+            elif self._is_small(caller, count) and self._spare >= count:
+                self._spare -= count
+                self._spare_of_callers[caller] += count
+            else:
+                return False
             self.admitted += count
             return True
 
-    async def enter(self, count: int, unless: Callable[[], bool] = lambda: False) -> bool:
+    def _is_small(self, caller: str, count: int) -> bool:
+        held = self._of_callers[caller] + self._spare_of_callers[caller]
+        return bool(caller) and held + count <= max(1, spare_places(self.places) // 4)
+
+    async def enter(self, count: int, unless: Callable[[], bool] = lambda: False, caller: str = "") -> bool:
         """Take `count` places, in turn; false if `unless()` turned true meanwhile; see `recheck`."""
-        if self.try_enter(count):
-            return True
         waiter = _Waiter(count, new_wakeup())
         with self._lock:
-            self._line.append(waiter)
+            if self.closed is not None:
+                raise self._refusal()
+            self._lines.setdefault(caller, deque()).append(waiter)
             self._admit()
         try:
             while not waiter.admitted:
                 if self.closed is not None:
                     raise self._refusal()
                 if unless():
-                    self._give_up(waiter)
+                    self._give_up(waiter, caller)
                     return False
                 await waiter.wakeup.wait()
         except BaseException:
-            self._give_up(waiter)
+            self._give_up(waiter, caller)
             raise
         return True
 
-    def _give_up(self, waiter: _Waiter) -> None:
+    def _give_up(self, waiter: _Waiter, caller: str) -> None:
         with self._lock:
             if waiter.admitted:
-                self.leave(waiter.count)
+                self.leave(waiter.count, caller)
             else:
-                self._line.remove(waiter)
+                self._lines[caller].remove(waiter)
+                if not self._lines[caller]:
+                    del self._lines[caller]
                 self._admit()
 
     def recheck(self) -> None:
         """Make every waiting caller evaluate its `unless` again."""
-        for waiter in tuple(self._line):
+        with self._lock:
+            waiters = [waiter for line in self._lines.values() for waiter in line]
+        for waiter in waiters:
             waiter.wakeup.wake()
 
-    def leave(self, count: int = 1) -> None:
-        """Give `count` places back."""
+    def leave(self, count: int = 1, caller: str = "") -> None:
+        """Give `count` places of a caller back; spare ones last, so that those who wait for places get them."""
         with self._lock:
-            self._free += count
-            assert self._free <= self.places, "more places were given back than taken"
+            usual = min(count, self._of_callers[caller])
+            for kept, number in ((self._of_callers, usual), (self._spare_of_callers, count - usual)):
+                kept[caller] -= number
+                assert kept[caller] >= 0, "more places were given back than taken"
+                if not kept[caller]:
+                    del kept[caller]
+            self._free += usual
+            self._spare += count - usual
             self._admit()
 
     def resize(self, places: int) -> None:
         """Change the number of places. If more are taken, no caller is admitted until enough were given back."""
         with self._lock:
             self._free += places - self.places
+            self._spare += spare_places(places) - spare_places(self.places)
             self.places = places
             self._admit()
 
@@ -147,10 +178,25 @@ class AdmissionLimiter:
                 self.closed = error
         self.recheck()
 
+    def _next(self) -> str | None:
+        """Return the waiting caller that is next; None if each has half of the places."""
+        for name, line in self._lines.items():
+            held = self._of_callers[name]
+            if not name or not held or held + line[0].count <= self.places // 2:
+                return name
+        return None
+
     def _admit(self) -> None:
-        while self._line and self._line[0].count <= self._free and self.closed is None:
-            waiter = self._line.popleft()
+        while self.closed is None:
+            caller = self._next()
+            if caller is None or self._lines[caller][0].count > self._free:
+                return
+            line = self._lines.pop(caller)
+            waiter = line.popleft()
+            if line:
+                self._lines[caller] = line  # to the end, after all other callers
             self._free -= waiter.count
+            self._of_callers[caller] += waiter.count
             self.admitted += waiter.count
             waiter.admitted = True
             waiter.wakeup.wake()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rekindle._src.core import shared_cache
 from rekindle._src.core.activity import ProgramWait, in_notebook
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, spare_places
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import AnyCache, CostModel, PagePool, PrefixCache, Tiers
 from rekindle._src.kvcache.persist import snapshot
@@ -210,9 +210,10 @@ def _limits(plan: Blueprint, programs: Programs) -> Limits:
         whole=model.is_bidirectional,
     )
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
+    places = plan.config.max_queue + plan.config.max_requests
     return dataclasses.replace(
         limits,
-        max_queue=plan.config.max_queue + plan.config.max_requests,
+        max_queue=places + spare_places(places),
         longest=model.max_position_embeddings,
         repeated_steps=MOST_STEPS if programs.lattice.repeated else 1,
         repeated_rows=max((program.rows for program in programs.lattice.repeated), default=1),

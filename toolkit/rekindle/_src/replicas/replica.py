@@ -162,7 +162,7 @@ class Replica:
         request = await self._taken_in(decode(sent, client.front.vocab_size), beginning)
         if box.beginning.get(sent.id) is not beginning:  # the request was aborted meanwhile
             return
-        if not host.limiter.try_enter(1):
+        if not host.limiter.try_enter(1, request.caller):
             raise QueueFull(f"all {host.limiter.places} places of the replica are taken")
         mailbox = box.running[request.id] = Mailbox(1)
         arrived, ended, timed = time.perf_counter(), False, False
@@ -179,7 +179,7 @@ class Replica:
         def over() -> None:
             releases = tuple(used)
             used.clear()
-            close_each(f"request {request.id}", host.limiter.leave, tell, *releases)
+            close_each(f"request {request.id}", partial(host.limiter.leave, caller=request.caller), tell, *releases)
 
         def tell() -> None:
             box.running.pop(request.id, None)

@@ -274,7 +274,7 @@ class Admission:
 
     def take(self, sequence: Sequence) -> None:
         """Queue a sequence that waited in another shard."""
-        sequence.queue.before = None
+        sequence.queue.before, sequence.queue.turn = None, -1
         self._wake((sequence,))
 
     def remembered(self, keys: list[int]) -> int:

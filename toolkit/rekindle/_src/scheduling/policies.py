@@ -1,7 +1,7 @@
 """Scheduling policies: the order of admission for waiting requests.
 
-    fcfs         first come, first served
-    priority     larger `priority` first
+    fcfs         first come, first served; a server's callers take turns, each with its first
+    priority     larger `priority` first, and equal ones as under fcfs
     lof          longest output first: the largest max_tokens starts first
     random       shuffled, reproducible by seed
     lpm          longest cached prefix first
@@ -9,7 +9,7 @@
     dfs-weight   depth first through the cached prefixes, the branch with most waiting requests first
 
 The last three look at the cache as it is now, for `WINDOW` requests only, so that a long queue costs nothing: lpm and
-dfs-weight for the oldest ones, sjf for those with the fewest uncached tokens when they were last looked at.
+dfs-weight for the first ones under fcfs, sjf for those with the fewest uncached tokens when they were last looked at.
 """
 
 from __future__ import annotations
@@ -30,18 +30,51 @@ Rank = tuple[float, ...]
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
     """Return the rank function of a policy with ranks fixed while a request waits; the smallest goes first."""
     if policy == "priority":
-        return lambda sequence: (-sequence.request.sampling.priority, sequence.queue.arrived)
+        return lambda sequence: (-sequence.request.sampling.priority, sequence.queue.turn, sequence.queue.arrived)
     if policy == "lof":
         return lambda sequence: (-sequence.limit, sequence.queue.arrived)
     if policy == "random":
         draw = random.Random(seed)
         return lambda sequence: (draw.random(), sequence.queue.arrived)
-    return lambda sequence: (sequence.queue.arrived,)
+    return lambda sequence: (sequence.queue.turn, sequence.queue.arrived)
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
     """Return the rank function for keeping pages while running; the largest rank is preempted first."""
-    return static_rank(policy if policy == "priority" else "fcfs", None)
+    if policy == "priority":
+        return lambda sequence: (-sequence.request.sampling.priority, sequence.queue.arrived)
+    return lambda sequence: (sequence.queue.arrived,)
+
+
+class CallerTurns:
+    """Numbers waiting sequences so that their callers take turns: each has one in a round, its oldest first.
+
+    A caller that comes, or comes back, begins with the round that is being admitted. A session without a server has one
+    caller, and its sequences are admitted in their order.
+    """
+
+    def __init__(self) -> None:
+        self._round = 0
+        self._callers: dict[str, list[int]] = {}  # of those with waiting sequences: how many, and the last's round
+
+    def queued(self, sequence: Sequence) -> None:
+        """Give a sequence its turn, unless it had one before."""
+        waiting = self._callers.setdefault(sequence.request.caller, [0, self._round - 1])
+        waiting[0] += 1
+        if sequence.queue.turn < 0:
+            sequence.queue.turn = max(self._round, waiting[1] + 1)
+        waiting[1] = max(waiting[1], sequence.queue.turn)
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Note which turn is being taken."""
+        self._round = max(self._round, sequence.queue.turn + 1)
+
+    def left(self, sequence: Sequence) -> None:
+        """Forget a sequence that waits no more. A caller without any has no turns to come."""
+        waiting = self._callers[sequence.request.caller]
+        waiting[0] -= 1
+        if not waiting[0]:
+            del self._callers[sequence.request.caller]
 
 
 def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
@@ -164,6 +197,7 @@ class WaitingQueue:
         self._shortest = shortest  # the ranks of the policy sjf
         self._rank = static_rank(policy, seed) if shortest is None else shortest.rank
         self._seniority = seniority(policy)
+        self._turns = CallerTurns()
         self._members: set[Sequence] = set()
         self._preempted: set[Sequence] = set()
         self._by_age = _Heap(self._members)
@@ -181,6 +215,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         if self._shortest is not None:
             self._shortest.queued(sequence)
+        self._turns.queued(sequence)
         rank = self._rank(sequence)
         self._members.add(sequence)
         self._by_age.push((sequence.queue.arrived,), sequence)
@@ -195,7 +230,9 @@ class WaitingQueue:
 
     def discard(self, sequence: Sequence) -> None:
         """Take out a sequence that was aborted, parked or admitted."""
-        self._members.discard(sequence)
+        if sequence in self._members:
+            self._members.discard(sequence)
+            self._turns.left(sequence)
         self._preempted.discard(sequence)
         self._window.pop(sequence, None)
 
@@ -247,6 +284,7 @@ class WaitingQueue:
             oldest = self._by_age.top()
             assert oldest is not None, "a sequence was taken from an empty queue"
             oldest.queue.overtaken += oldest is not sequence
+            self._turns.admitted(sequence)
         self.discard(sequence)
 
     def position(self, sequence: Sequence) -> int:

@@ -31,12 +31,13 @@ Other = TypeVar("Other")  # a request
 class QueuePlace(Generic[Other]):
     """A request's place among the requests that wait."""
 
-    __slots__ = ("arrived", "before", "overtaken", "preemptions", "waits_for")
+    __slots__ = ("arrived", "before", "overtaken", "preemptions", "turn", "waits_for")
 
     def __init__(self, arrived: int) -> None:
         self.arrived = arrived  # order of submission
         self.overtaken = 0  # requests admitted before it while it was the oldest
         self.before: int | None = None  # tokens admitted before it was queued; kept under the policy sjf
+        self.turn = -1  # the round of callers' turns in which it is admitted; -1 until it is queued
         self.waits_for: Other | None = None  # the one that computes the prefix which this one needs
         self.preemptions = 0
 
