@@ -382,6 +382,12 @@ def test_requests_sent_ahead_are_bounded(server: Server) -> None:
     assert len(answers) < MIB
 
 
+def test_names_that_a_proxy_gives_clients_are_bounded() -> None:
+    """Items that are kept by them were counted without their 60 kB."""
+    assert listening.address_of(("unknown", 0)) == "unknown"
+    assert len(listening.address_of(("a" * 60_000, 0))) == 64
+
+
 def test_ipv6_networks_and_mapped_addresses_are_one_address() -> None:
     of = listening.address_of
     assert of(("2001:db8::1", 5)) == of(("2001:db8::ffff:2", 6)) != of(("2001:db8:0:1::1", 5))

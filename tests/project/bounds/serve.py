@@ -321,7 +321,9 @@ OTHERS: dict[str, dict[str, Other]] = {
     "serve/errors.py": {"_LONGEST_PLACE": SHOWN},
     "serve/fields.py": {"_MOST_LOGGED": SMALL},
     "serve/ledger.py": {},
-    "serve/life.py": {"LONGEST_DRAIN": TIME, "_LONGEST_WAIT": TIME},
+    "serve/life.py": {
+        "LONGEST_DRAIN": TIME, "_LONGEST_WAIT": TIME, "_LONGEST_NAME": within("header bytes: it is cut from one"),
+    },
     "serve/logprobs.py": {"_MOST_REMEMBERED": Other("a token's text and bytes, 300 bytes each: 20 MiB")},
     "serve/openai_fields.py": {
         "MOST_PROMPTS": within("parts of messages: a prompt is cheaper"),

@@ -15,6 +15,7 @@ from rekindle.errors import ConfigError
 
 CHARACTERS_PER_TOKEN = 4  # an estimate, until the prompt is tokenized
 LONGEST_DRAIN = 86_400  # seconds
+_LONGEST_NAME = 64  # of a client that a proxy on this machine names, in X-Forwarded-For: any text of a header
 _LONGEST_WAIT = 60.0  # seconds, the most that Retry-After asks for
 
 MOST_HEADERS = 128
@@ -138,7 +139,7 @@ def address_of(client: Sequence[Any] | None) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return host
+        return host[:_LONGEST_NAME]
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return str(address.ipv4_mapped)
