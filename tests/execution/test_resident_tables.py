@@ -35,6 +35,7 @@ STORE = DictStore()
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "tables_stay", lambda parts: True)
     monkeypatch.setattr(module, "moved_pages", lambda parts, kv: SIZES)
+    monkeypatch.setattr(Programs, "moved_by_host", lambda programs, keys: False)
 
 
 @pytest.fixture
