@@ -140,7 +140,7 @@ def test_native_kernels_take_heads_of_512(kv_dtype: str) -> None:
 def test_values_may_be_a_part_of_the_keys(case: Case) -> None:
     """The oracle is the one for keys and values, with the first numbers of the keys stored again as values."""
     problem = build(case)
-    pages, scales, _ = problem.inputs.kv
+    pages, scales, *_ = problem.inputs.kv
     twice = LayerKV(jnp.concatenate([pages, pages], axis=1), None if scales is None else jnp.tile(scales, (1, 2, 1, 1)))
     options = replace(problem.options, value_size=None)
     oracle = jax.jit(partial(paged_attention, options=options, implementation="reference"))

@@ -25,7 +25,9 @@ class Steps:
             self.now += every
             self._step += 1
             decode = [_row(slot, f"{name}{slot}") for slot in range(rows)]
-            plan = SimpleNamespace(step=self._step, decode=decode, prefill=[], offload=(), restore=(), tokens=rows)
+            plan = SimpleNamespace(
+                step=self._step, first_decode=decode, prefill=[], offload=(), restore=(), tokens=rows
+            )
             made_now = rows if made is None else made
             self.recorder(SimpleNamespace(plan=plan, sampled=made_now, device_seconds=0.9 * every))  # type: ignore[arg-type]
 
