@@ -247,11 +247,11 @@ def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: 
         import sys, time
         from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES, prepared.AT_EXIT = 0, 1.5
-        write = tensor_files.write_item
+        write = tensor_files.write_data
         def slow(file, data):
             write(file, data[:1000])
             time.sleep(30)
-        tensor_files.write_item = slow
+        tensor_files.write_data = slow
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
     """
     assert status_of(program, folder, cache) == 0
@@ -329,11 +329,11 @@ def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path,
         import os, sys
         from rekindle._src.models.loading import checkpoint, prepared, tensor_files
         prepared.MIN_BYTES = 0
-        write = tensor_files.write_item
+        write = tensor_files.write_data
         def dies(file, data):
             write(file, data[: len(data) // 2])
             os._exit(7)
-        tensor_files.write_item = dies
+        tensor_files.write_data = dies
         checkpoint.load(sys.argv[1], quantize="int8", cache_dir=sys.argv[2])
         prepared.wait()
     """

@@ -265,13 +265,14 @@ def write(
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-(8 + len(raw)) % ALIGNMENT)
     with path.open("wb", buffering=0) as file:
-        _write(file, memoryview(len(raw).to_bytes(8, "little") + raw))
+        write_data(file, memoryview(len(raw).to_bytes(8, "little") + raw))
         for array in arrays:
-            _write(file, array.reshape(-1).view(np.uint8).data)
+            write_data(file, array.reshape(-1).view(np.uint8).data)
 
 
-def _write(file: io.FileIO, data: memoryview) -> None:
-    while data:  # one call writes at most 2 GiB
+def write_data(file: io.FileIO, data: memoryview) -> None:
+    """Write all of it: one call writes at most 2 GiB."""
+    while data:
         data = data[file.write(data) :]
 
 
