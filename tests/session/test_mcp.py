@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -611,7 +611,7 @@ async def test_a_body_of_too_many_values_is_not_parsed(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
 @pytest.mark.parametrize("size", [1, 2, 7, 1 << 20])
 async def test_values_of_an_event_are_counted_over_its_lines(end: bytes, size: int) -> None:
-    async def chunks(lines: list[bytes]) -> AsyncIterator[bytes]:
+    async def chunks(lines: list[bytes]) -> AsyncGenerator[bytes, None]:
         data = end.join(lines)
         for at in range(0, len(data), size):
             yield data[at : at + size]
@@ -620,9 +620,10 @@ async def test_values_of_an_event_are_counted_over_its_lines(end: bytes, size: i
     one = [line] * 100 + [b""]
     passed = [part async for part in transports.BoundedEvents(chunks([*one, b"", *one, b""]))]
     assert b"".join(passed) == end.join([*one, b"", *one, b""])
-    with pytest.raises(transports.httpx2.SSEError, match="more than 32,768 JSON values"):
-        async for _ in transports.BoundedEvents(chunks([*one[:-1], *one, b""])):
-            pass
+    async with contextlib.aclosing(chunks([*one[:-1], *one, b""])) as many:
+        with pytest.raises(transports.httpx2.SSEError, match="more than 32,768 JSON values"):
+            async for _ in transports.BoundedEvents(many):
+                pass
 
 
 def ping(number: int) -> Any:
