@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from golden.make import KEPT, NEW, PROMPT
 from helpers import checkpoints
 from helpers.thorough import by_default
+from rekindle._src.models.loading import checkpoint
 from workshop import reference
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -46,6 +47,18 @@ def check_prompt(name: str, golden: dict[str, NDArray[np.float32]], chunk: int |
     logits, _ = reference.prefill(model, PROMPT, room, chunk)
     worst = np.abs(np.asarray(logits)[list(KEPT)] - expected).max() / expected.std()
     assert worst <= TOLERANCE, f"prefill in chunks of {chunk}: off by {worst:.1e} of the logits' deviation"
+
+
+@pytest.mark.parametrize("dtype", by_default(["bfloat16", "float16"]))
+def test_latent_pages_are_computed_in_16_bits(dtype: str, tmp_path: Path) -> None:
+    """XLA has no products of 16 bits for each head on processors without instructions for them."""
+    raw = checkpoints.CASES["deepseek-v2"]
+    folder = checkpoints.write(tmp_path, raw, checkpoints.tensors(raw))
+    found, right = (
+        np.asarray(reference.prefill(model, PROMPT, reference.empty_cache(model, len(PROMPT)))[0])
+        for model in (checkpoint.load(folder, dtype=dtype), checkpoints.case("deepseek-v2"))
+    )
+    assert np.abs(found - right).mean() < 0.1 * right.std()
 
 
 @pytest.mark.parametrize("model_type", checkpoints.GENERATING)
