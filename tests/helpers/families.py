@@ -136,14 +136,16 @@ family(
 )  # fmt: skip
 LING = {
     **{key: LATENT[key] for key in LATENT if key not in ("n_routed_experts", "n_shared_experts")},
-    "head_dim": 8, "num_experts": 8, "num_shared_experts": 1, "n_group": 2, "topk_group": 1, "layer_group_size": 3,
+    "head_dim": 32, "num_experts": 8, "num_shared_experts": 1, "n_group": 2, "topk_group": 1, "layer_group_size": 3,
     "num_hidden_layers": 3, "short_conv_kernel_size": 4, "kda_safe_gate": True, "kda_lower_bound": -5.0,
     "moe_shared_expert_intermediate_size": 40, "num_nextn_predict_layers": 0,
 }  # fmt: skip
 family(
     "bailing_hybrid", "BailingHybridForCausalLM", {
         "ling3": {**LING, "q_lora_rank": 20, "rope_theta": 10_000.0},
-        "ling3-unbounded-decays": {**LING, "kda_safe_gate": False, "n_group": 1, "num_hidden_layers": 3},
+        "ling3-unbounded-decays": {
+            **LING, "head_dim": 12, "kda_safe_gate": False, "n_group": 1, "num_shared_experts": 2
+        },
     },
     refused="does not write states", implied="num_key_value_heads head_dim",
 )  # fmt: skip

@@ -109,6 +109,11 @@ def test_gemma3_reads_old_and_new_ropes_alike() -> None:
         ("qwen3.5", {"linear_num_value_heads": 3}, "3 heads of values can't share 2 heads of keys"),
         ("qwen3.5", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("granite4", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("ling3", {"use_mla_nope": True}, "use_mla_nope=True"),
+        ("ling3", {"use_qkv_bias": True}, "use_qkv_bias=True"),
+        ("ling3", {"rope_interleave": False}, "rope_interleave=False"),
+        ("ling3", {"expert_swiglu_limit_list": [0, 7.0]}, "expert_swiglu_limit_list"),
+        ("apertus", {"hidden_act": "silu"}, "hidden_act='silu'"),
         ("deepseek-v2-groups", {"num_experts_per_tok": 5}, "more than the 4 experts to choose from"),
         ("ernie4.5-moe", {"moe_norm_min": 0.6}, "moe_norm_min"),
         ("falcon-h1", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
@@ -126,6 +131,13 @@ def test_gemma3_reads_old_and_new_ropes_alike() -> None:
 def test_what_is_not_implemented_is_named(case: str, change: dict[str, Any], named: str) -> None:
     with pytest.raises(UnsupportedModel, match=named):
         config_from_hf(checkpoints.CASES[case] | change)
+
+
+def test_transformers_saves_the_heads_of_ling_under_another_name() -> None:
+    raw = checkpoints.CASES["ling3"]
+    saved = raw | {"head_dim": raw["qk_rope_head_dim"], "linear_head_dim": raw["head_dim"]}
+    assert raw["head_dim"] != raw["qk_rope_head_dim"]
+    assert config_from_hf(saved) == config_from_hf(raw)
 
 
 def test_end_of_sequence_may_be_several_tokens_or_none() -> None:

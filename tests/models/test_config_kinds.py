@@ -55,6 +55,7 @@ ABSENT = (
         ("llama", {"rope_scaling": {"rope_type": "linear", "factor": "2"}}, r"rope_scaling\.factor='2' in"),
         ("gemma3", {"rope_parameters": {"full_attention": {"rope_theta": -1}}}, r"full_attention\.rope_theta=-1 in"),
         ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 in config.json is not a positive"),
+        ("ling3", {"kda_lower_bound": 0.0}, "kda_lower_bound=0.0 in config.json is not a negative, finite number"),
         ("gemma2", {"attn_logit_softcapping": "x"}, "attn_logit_softcapping='x'"),
         ("granite", {"logits_scaling": "x"}, "logits_scaling='x'"),
         ("gpt2", {"scale_attn_weights": "x"}, "scale_attn_weights='x'"),

@@ -16,13 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from helpers import adapters
+from helpers import adapters, checkpoints
 from helpers.bounds import Within
 from helpers.driving import tiny_model
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import does_not_fit
 from rekindle._src.models.adapters.budget import Budget
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.adapters.writing import write_folder
 from rekindle.errors import CheckpointError, ConfigError
 
 CONFIG = tiny_model().config
@@ -115,6 +117,35 @@ def test_unsupported_or_misfit_parts_of_an_adapter_are_named(
     with pytest.raises(CheckpointError) as caught:
         read_adapter(folder, "x", CONFIG)
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_modules_have_transformers_names_or_those_of_the_checkpoint(tmp_path: Path, own: bool) -> None:
+    """Ling's checkpoints, and their authors' code, have other names for modules than transformers."""
+    config = checkpoints.case("ling3").config
+    folder = adapters.write(tmp_path / "x", config, targets=("q_proj", "f_proj", "o_proj"))
+    state = load_file(folder / "adapter_model.safetensors")
+    (bias,) = (name for name in state if name.endswith("layers.0.self_attn.forget_gate.f_proj.lora_B.weight"))
+    expected = read_adapter(folder, "x", config)
+    assert {*expected.products} == {f"layers.{layer}.attention.{end}" for layer in range(3) for end in ENDS[layer]}
+    if own:
+        renamed = {
+            name.replace("self_attn.forget_gate", "attention").replace("self_attn", "attention"): value
+            for name, value in state.items()
+        }
+        renamed = {name.replace("2.attention.o_proj", "2.attention.dense"): value for name, value in renamed.items()}
+        save_file(renamed, folder / "adapter_model.safetensors")
+        changed(folder, target_modules=["q_proj", "f_proj", "o_proj", "dense"])
+    found = read_adapter(folder, "x", config)
+    assert found.digest == expected.digest
+    f_proj = found.products["layers.0.attention.inputs"][4]
+    assert f_proj is not None
+    np.testing.assert_array_equal(f_proj.up, 2 * state[bias])
+    write_folder(found, tmp_path / "again", sites_of(config), "base")
+    assert load_file(tmp_path / "again" / "adapter_model.safetensors").keys() == state.keys()
+
+
+ENDS = {0: ("inputs", "out"), 1: ("inputs", "out"), 2: ("out",)}  # the queries of the last layer are made of a vector
 
 
 def test_one_problem_is_one(tmp_path: Path) -> None:

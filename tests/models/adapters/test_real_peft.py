@@ -38,6 +38,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fan-in-fan-out": ("gpt2", {"r": 5, "fan_in_fan_out": True, "target_modules": ["c_attn", "c_proj", "c_fc"]}),
     "experts": ("qwen3-moe", {"r": 3, "target_modules": ["q_proj"], "target_parameters": EXPERTS}),
     "one-of-the-experts": ("qwen3-moe", {"r": 3, "target_modules": [], "target_parameters": EXPERTS[1:]}),
+    "delta": (
+        "ling3",
+        {
+            "r": 4, "target_modules": ["q_proj", "f_proj", "g_proj", "b_proj", "o_proj", "q_b_proj", "up_proj"],
+            "rank_pattern": {r"0\.self_attn\.forget_gate\.f_proj": 3},
+        },
+    ),
+    "all-linear-without-gates": ("apertus", {"r": 4, "target_modules": "all-linear"}),
     "hybrid": ("qwen3.5-tied-biases", {"r": 4, "target_modules": ["in_proj_qkv", "in_proj_z", "out_proj", "q_proj"]}),
 }  # fmt: skip
 

@@ -120,15 +120,18 @@ EQUAL = {"linear_num_key_heads": 4}  # as many as of values, so that the file ha
 def file_of(raw: dict[str, Any], state: dict[str, NDArray[Any]], file: Path) -> Path:
     """A state as llama.cpp's converter writes it, with the head as one block more."""
     config = config_from_hf(raw)
-    prefix = gguf_form(config.model_type).architecture
+    prefix, ling = gguf_form(config.model_type).architecture, config.model_type == "bailing_hybrid"
     stored, stacks = dict[str, NDArray[Any]](), dict[str, list[NDArray[Any]]]()
     for source in manifest(config).sources.values():
         for name in source.names:
             value = state[name] + np.float32(source.add)
             if name.endswith("A_log"):
-                value = -np.exp(value)
-            value = value.squeeze(1) if name.endswith("conv1d.weight") else value
+                value = np.exp(value).reshape(-1, 1) if ling else -np.exp(value)
+            if name.endswith("conv1d.weight"):
+                value = value[None] if ling else value.squeeze(1)
             place, _, expert = llama_cpp_name(name, config).partition("[")
+            if place.endswith("ssm_g_a.weight") and len(value) == config.num_heads:
+                place = place.replace("ssm_g_a", "attn_gate")  # of attention
             if expert:
                 stacks.setdefault(place, []).append(value)
             else:
@@ -148,7 +151,10 @@ def file_of(raw: dict[str, Any], state: dict[str, NDArray[Any]], file: Path) -> 
         sizes |= {"expert_shared_feed_forward_length": spec.shared_size}
     numbers: dict[str, float] = {"attention.layer_norm_rms_epsilon": config.norm_eps, "rope.freq_base": 10_000.0}
     if config.latent:
-        numbers["expert_weights_scale"] = raw.get("routed_scaling_factor", 1.8)
+        numbers["expert_weights_scale"] = raw.get("routed_scaling_factor", 2.5 if ling else 1.8)
+    if ling:
+        sizes |= delta_sizes(raw, config)
+        numbers["kda.gate_lower_bound"] = raw["kda_lower_bound"]
     metadata = {"general.architecture": prefix} | {f"{prefix}.{key}": value for key, value in (sizes | numbers).items()}
     tensors = [OutgoingTensor(name, F32, value.shape) for name, value in stored.items()]
     write_gguf(file, metadata, tensors, iter(value.astype(np.float32) for value in stored.values()))
@@ -170,14 +176,27 @@ def latent_sizes(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention.kv_lora_rank": spec.rank, "attention.q_lora_rank": spec.query_rank,
         "rope.dimension_count": spec.rotated_size, "attention.key_length_mla": spec.plain_size + spec.rotated_size,
-        "attention.value_length_mla": spec.value_size, "expert_shared_count": 2, "leading_dense_block_count": 1,
+        "attention.value_length_mla": spec.value_size, "leading_dense_block_count": 1,
+        "expert_shared_count": config.moe[-1].shared_size // config.moe[-1].intermediate_size,  # type: ignore[union-attr]
         "expert_weights_norm": True,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe-lite"])
+def delta_sizes(raw: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Those of Ling. The drafting block, too, has a number of heads in the list."""
+    return {
+        "attention.head_count_kv": [int(state is None) for state in (*config.states, None)],
+        "kda.head_dim": raw["head_dim"], "kda.safe_gate": True, "ssm.conv_kernel": 4,
+        "expert_group_count": raw["n_group"], "expert_group_used_count": raw["topk_group"],
+    }  # fmt: skip
+
+
+OTHERWISE = {"glm4-moe-lite": {"n_group": 1}, "ling3": {}}
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "qwen3.5-moe", "glm4-moe-lite", "ling3"])
 def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
-    raw = with_head(name) | (EQUAL if name.startswith("qwen") else {"n_group": 1})
+    raw = with_head(name) | OTHERWISE.get(name, EQUAL)
     state = checkpoints.tensors(raw, seed=7)
     expected = checkpoints.model(raw, state)
     file = file_of(raw, state, tmp_path / "model.gguf")
@@ -186,10 +205,21 @@ def test_a_head_is_read_from_gguf(name: str, tmp_path: Path) -> None:
     for path, leaf, wanted in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
         np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-5, err_msg=path)
     assert checkpoint.load(file, dtype="float32").config.draft_head is None
+    if name == "ling3":
+        return  # its head always has a norm
     file.write_bytes(file.read_bytes().replace(b"nextn.shared_head_norm", b"nextn.shared_head_xxxx"))
     again = checkpoint.read(checkpoints.described(file, dtype="float32", drafts=True))
     fallen = dict(zip(again.graph.paths, again.leaves, strict=True))
     np.testing.assert_array_equal(fallen["drafter.norm.weight"], fallen["norm.weight"])
+
+
+def test_a_head_attends_after_a_last_layer_with_a_state() -> None:
+    """Its block is like the model's last one but for that."""
+    kinds = ["linear_attention", "full_attention", "linear_attention"]
+    raw = with_head("ling3")
+    config = config_from_hf(raw | {"layer_types": kinds})
+    assert config.draft_head == config_from_hf(raw).draft_head
+    assert config.states[-1] is not None and config.draft_head is not None and config.draft_head.pages_of(0).latent
 
 
 def test_a_config_alone_asks_for_no_head(tmp_path: Path) -> None:

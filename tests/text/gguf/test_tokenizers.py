@@ -294,6 +294,13 @@ def test_every_name_makes_a_pre_tokenizer() -> None:
         assert "".join(words).replace("Ġ", " ").replace("Ċ", "\n") == "it's 12 o'clock\n\n", name
 
 
+@pytest.mark.parametrize("name", ["bailingmoe", "bailingmoe2"])
+def test_files_of_ling_split_words_as_its_tokenizer(name: str) -> None:
+    pieces = PRE_TOKENIZERS[name].pre_tokenizer().pre_tokenize_str("We'Ll pay 12,50 %.\r\n\n  x")
+    words = [word.replace("Ġ", " ").replace("Ċ", "\n").replace("č", "\r") for word, _ in pieces]
+    assert words == ["We", "'Ll", " pay", " ", "1", "2", ",", "5", "0", " %.\r\n\n", " ", " x"]
+
+
 def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "SMALL", 0)
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))

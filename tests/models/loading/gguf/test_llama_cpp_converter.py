@@ -12,7 +12,7 @@ import pytest
 from helpers import checkpoints, quantized_checkpoints, vocabularies
 from helpers.python import run_python
 from helpers.real_checkpoints import llama_cpp_source
-from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.checkpoint import load, read
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.registry import config_from_hf
 from workshop import reference
@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {}, "deepseek-v2-queries-of-a-vector": {}, "glm4-moe-lite": {"n_group": 1},
     "ling3": {"routed_scaling_factor": 2.5},
 }  # fmt: skip
+HEADS = ("ling3",)  # cases whose checkpoints here have a layer that drafts
 # Keys that the converter alone reads. It would read transformers' config if its model_type were known there.
 OF_CONVERTER: dict[str, dict[str, Any]] = {
     "ling3": {
@@ -58,10 +59,11 @@ sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
 import gguf, torch
 from pathlib import Path
 from conversion import base, get_model_class
-base.ModelBase.no_mtp = True  # checkpoints here have no layers that draft
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
 for folder in map(Path, sys.argv[2:]):
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    raw = json.loads((folder / "config.json").read_text())
+    architecture = raw["architectures"][0]
+    base.ModelBase.no_mtp = not raw.get("draft_head")
     try:
         with torch.inference_mode():
             model = get_model_class(architecture)(folder, gguf.LlamaFileType.ALL_F32, folder / "model.gguf")
@@ -82,7 +84,8 @@ def logits(path: Path) -> np.ndarray[Any, Any]:
 def raw_of(case: str) -> dict[str, Any]:
     if case == FOUR_BITS:
         return quantized_checkpoints.MXFP4_RAW | {"vocab_size": 512}
-    return checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case]
+    head = {"draft_head": True, "num_nextn_predict_layers": 1} if case in HEADS else {}
+    return checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case] | head
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +118,14 @@ def test_the_file_is_the_model_of_the_folder(case: str, converted: dict[str, Pat
     expected = logits(folder)
     room = 5e-5 * float(expected.std()) if rounded else 0.0
     np.testing.assert_allclose(logits(folder / "model.gguf"), expected, rtol=0, atol=room)
+    if case in HEADS:
+        both = [
+            read(checkpoints.described(path, dtype="float32", drafts=True)) for path in (folder, folder / "model.gguf")
+        ]
+        heads = [each.config.draft_head for each in both]
+        assert heads[0] is not None and heads[1] is not None and heads[0].computes_as(heads[1])
+        for path, leaf, wanted in zip(both[0].graph.paths, both[1].leaves, both[0].leaves, strict=True):
+            np.testing.assert_allclose(leaf, wanted, rtol=1e-5, atol=1e-6, err_msg=path)
     if case == FOUR_BITS:
         kinds = {tensor.kind.name for tensor in read_header(folder / "model.gguf").tensors}
         assert "MXFP4" in kinds, "they are rearranged, and not widened"

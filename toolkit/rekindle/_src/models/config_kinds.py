@@ -67,9 +67,10 @@ _BY_KIND: Mapping[KeyKind, str] = {
     ),
     KeyKind("a finite number", _is_number): (
         "attention_in_multiplier attention_multiplier attention_out_multiplier embedding_multiplier key_multiplier "
-        "kda_lower_bound llama_4_scaling_beta lm_head_multiplier logit_scale mscale mscale_all_dim residual_multiplier "
+        "llama_4_scaling_beta lm_head_multiplier logit_scale mscale mscale_all_dim residual_multiplier "
         "routed_scaling_factor ssm_in_multiplier ssm_out_multiplier"
     ),
+    KeyKind("a negative, finite number", lambda value: _is_number(value) and value < 0): "kda_lower_bound",
     KeyKind("a number of at least 0", lambda value: _is_number(value) and value >= 0): (
         "alpha beta_fast beta_slow layer_norm_eps layer_norm_epsilon norm_eps norm_epsilon rms_norm_eps"
     ),

@@ -109,6 +109,9 @@ _QWEN35 = PreTokenizer(
     (rf"{_CONTRACTIONS}|{_MARKED_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",)
 )
 _SEED = PreTokenizer((rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+",))
+_BAILING = PreTokenizer(
+    (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",)
+)
 _PLAIN = PreTokenizer((_GPT2,))
 _DIGITS = PreTokenizer((r"\p{N}", _GPT2))
 _TEKKEN = PreTokenizer((rf"{_cased('')}|\p{{N}}|{_CASED_REST}",), whole_words=True, add_bos=True)
@@ -128,6 +131,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-v3": _DEEPSEEK3, "hunyuan-dense": _DEEPSEEK3, "falcon": _FALCON, "qwen35": _QWEN35, "seed-coder": _SEED,
     "glm4": _LLAMA3._replace(whole_words=True), "glm5": _LLAMA3._replace(whole_words=True), "chatglm-bpe": _LLAMA3,
     "falcon-h1": _LLAMA3_WHOLE, "lfm2": _LLAMA3_WHOLE, "midm-2.0": _LLAMA3_WHOLE,
+    "bailingmoe": _BAILING, "bailingmoe2": _BAILING, "llada-moe": _BAILING,
     "hunyuan": _QWEN2._replace(composed=False), "megrez": _QWEN2, "mellum2": _DIGITS, "kanana2": _GPT4O,
 }  # fmt: skip
 

@@ -162,7 +162,7 @@ def adapter_of_tensors(
     They are read after all of their names and shapes were compared with the model's.
     """
     check_config(config, place)
-    by_module, most = sites.by_module(), _most_tensors(sites)
+    most = _most_tensors(sites)
     if len(tensors) > most:
         raise CheckpointError(
             f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass one that was "
@@ -171,7 +171,7 @@ def adapter_of_tensors(
     budget = budget or Budget()
     try:
         targets = Targets(config, place, budget)
-        products, problems = _planned(tensors, targets, sites, by_module)
+        products, problems = _planned(tensors, targets, sites, _named_alike(tensors, sites))
     except TooMuchWork as error:
         raise CheckpointError(f"{place}: {CONFIG}: {error}. {_LIST}.") from error
     if problems:
@@ -182,6 +182,18 @@ def adapter_of_tensors(
         budget.check()
         read[path] = [product for planned in of_site for product in ((None,) if planned is None else planned.read())]
     return adapter_of(name, read)
+
+
+def _named_alike(tensors: Mapping[str, Tensor], sites: Sites) -> Mapping[str, tuple[Site, int]]:
+    """Return the sites by transformers' names of modules, or by the checkpoint's where an adapter has more of those."""
+    by_module, by_stored = sites.by_module(), sites.by_stored_name()
+    if by_module.keys() == by_stored.keys():
+        return by_module
+
+    def count(names: Mapping[str, tuple[Site, int]]) -> int:
+        return sum(_known(_module_of(key)[0], names) is not None for key in tensors)
+
+    return by_stored if count(by_stored) > count(by_module) else by_module
 
 
 class _ProductPlan(NamedTuple):

@@ -181,7 +181,7 @@ def read_file(
     tensors = {tensor.name: tensor for tensor in header.tensors}
     problems: list[str] = []
     planned: list[tuple[str, Site, int, GgufTensor, GgufTensor]] = []
-    for module, (site, index) in sites.by_module().items():
+    for module, (site, index) in sites.by_stored_name().items():
         if site.experts:  # their tensors have three axes, and are named below
             continue
         where = place(f"{module}.weight", form)

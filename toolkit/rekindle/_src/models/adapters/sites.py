@@ -1,4 +1,4 @@
-"""The sites of adapters: the matrices of a model that may have one, by the names of a checkpoint's modules."""
+"""The sites of adapters: the matrices of a model that may have one, by the names of modules."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _USUAL_RANK = 256  # small models have adapters of such ranks, too
 class Site(NamedTuple):
     """One matrix [out, in] of the layers, or a stack of them, one for each expert.
 
-    Several modules of a checkpoint may lie in a matrix, one after the other.
+    Several modules of a checkpoint may lie in a matrix, one after the other. They have transformers' names, which
+    trainers write, and those of the checkpoint.
     """
 
     path: str  # "layers.0.attention.qkv"
@@ -28,6 +29,7 @@ class Site(NamedTuple):
     experts: int = 0  # matrices of a stack
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
     interleaved: bool = False  # checkpoints that have all experts in one tensor alternate the rows of two modules
+    stored: tuple[str, ...] = ()  # the checkpoint's names of the modules
 
     def rows_of(self, index: int) -> int:
         """Return the outputs of a module."""
@@ -96,6 +98,10 @@ class Sites(NamedTuple):
         """Return each module's site, and its place among the modules of that site."""
         return {name: (site, index) for site in self.sites for index, name in enumerate(site.modules)}
 
+    def by_stored_name(self) -> dict[str, tuple[Site, int]]:
+        """Return the same by the checkpoint's names of modules."""
+        return {name: (site, index) for site in self.sites for index, name in enumerate(site.stored)}
+
 
 @functools.lru_cache(maxsize=8)
 def sites_of(config: ModelConfig) -> Sites:
@@ -113,7 +119,9 @@ def sites_of(config: ModelConfig) -> Sites:
         experts, inner = (sizes[path][0] if source.stack else 0), module.startswith("layers.")
         if inner and len(sizes[path]) == 2 + source.stack and "norm" not in module.rpartition(".")[2]:
             interleaved = source.stack and origin.fused is not None and origin.fused.interleaved
-            sites[module] = Site(module, names, source.rows, sizes[path][-1], experts, source.role, interleaved)
+            modules = tuple(origin.modules.get(name, name) for name in names)
+            inputs = sizes[path][-1]
+            sites[module] = Site(module, modules, source.rows, inputs, experts, source.role, interleaved, names)
         else:
             others |= dict.fromkeys(names, "is not a linear layer of a block")
     ordered = sorted(sites.values(), key=lambda site: (int(site.path.split(".")[1]), site.path))

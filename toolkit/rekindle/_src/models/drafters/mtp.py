@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.models.families import bailing_hybrid, deepseek_v2, llama, qwen2, qwen3_5_text
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import ConfigKeys
@@ -63,14 +63,15 @@ def config_of_glm(config: ModelConfig) -> ModelConfig:
 
 
 def of_last_layer(config: ModelConfig, model_type: str) -> ModelConfig:
-    """Return the config of a head that is one layer like the model's last one, which attends."""
+    """Return the config of a head that is one layer like the last one. It attends, even where that one has a state."""
+    assert config.latent is not None, "the families with such a head have latent pages"
     last = config.num_layers - 1
     return dataclasses.replace(
         config,
         model_type=model_type,
         num_layers=1,
         attention=config.attention[last:],
-        pages=config.pages[last:],
+        pages=(Pages(1, config.head_dim, config.latent.rank),),
         moe=config.moe[last:],
         recurrent=(),
         tie_embeddings=True,

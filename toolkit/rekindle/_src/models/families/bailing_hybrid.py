@@ -23,6 +23,8 @@ def config(keys: ConfigKeys) -> ModelConfig:
     keys.only("no_kda_lora", True)
     keys.only("gated_attention_proj_granularity_type", "head_wise")
     keys.only("score_function", "sigmoid")
+    for name, only in {"use_mla_nope": False, "use_qkv_bias": False, "rope_interleave": True}.items():
+        keys.only(name, only)
     for name in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
         if any(keys.get(name) or ()):
             raise UnsupportedModel(f"{name} is not implemented for {keys.raw['model_type']}. Open another model.")
@@ -36,13 +38,14 @@ def config(keys: ConfigKeys) -> ModelConfig:
         scale=float(keys.get("routed_scaling_factor", 2.5)),
         groups=keys.size("n_group", 8),
         top_groups=keys.size("topk_group", 4),
-        shared_size=keys.size("moe_shared_expert_intermediate_size", inner * keys.whole("n_shared_experts", 1)),
+        shared_size=keys.size("moe_shared_expert_intermediate_size", inner) * keys.whole("n_shared_experts", 1),
     )
     dense = keys.whole("first_k_dense_replace", 2)
     default = ["dense" if layer < dense else "sparse" for layer in range(layers)]
     mlps = keys.kinds_of_layers(default, "dense", "sparse", name="mlp_layer_types")
     moe = tuple(experts if kind == "sparse" else None for kind in mlps)
-    size, heads = keys.size("head_dim", 128), keys.size("num_attention_heads")
+    # transformers saves the size of the delta rule's heads as `linear_head_dim`, and the rotated size as `head_dim`.
+    size, heads = keys.size("linear_head_dim", keys.size("head_dim", 128)), keys.size("num_attention_heads")
     state = RecurrentSpec(
         channels=3 * heads * size,
         kernel=keys.size("short_conv_kernel_size", 4),
@@ -132,7 +135,16 @@ def manifest(config: ModelConfig) -> Manifest:
         for layer, state in enumerate(config.states)
         for name, ends in [("dense" if state is None else "o_proj", ("dense", "o_proj"))]
     }
-    return Manifest({path: renamed(source) for path, source in sources.items()}, others=others)
+    names = [name.removesuffix(".weight") for source in sources.values() for name in source.names]
+    modules = {name: module_name(name) for name in names if ".attention." in name}
+    return Manifest({path: renamed(source) for path, source in sources.items()}, others=others, modules=modules)
+
+
+def module_name(name: str) -> str:
+    """Return transformers' name of a module of the checkpoint."""
+    before, _, own = name.partition(".attention.")
+    own = {"dense": "o_proj", "f_proj": "forget_gate.f_proj"}.get(own, own)
+    return f"{before}.self_attn.{own}"
 
 
 def renamed(source: Source) -> Source:
@@ -145,7 +157,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     for key in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
         if model.get(key) is not None and model.numbers(key).any():
             raise model.unsupported(key, model.numbers(key).tolist())
-    keys = deepseek_v2.latent_keys(model)
+    keys, shared = deepseek_v2.latent_keys(model), model.integer("expert_shared_feed_forward_length")
     return keys | {
         "head_dim": model.integer("kda.head_dim"),
         "short_conv_kernel_size": model.integer("ssm.conv_kernel"),
@@ -153,7 +165,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         "kda_lower_bound": model.number("kda.gate_lower_bound"),
         "layer_types": [KINDS[attends] for attends in model.attends()],
         **model.experts(),
-        "moe_shared_expert_intermediate_size": model.integer("expert_shared_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": shared // (keys["n_shared_experts"] or 1),
         "n_group": model.integer("expert_group_count", 1) or 1,
         "topk_group": model.integer("expert_group_used_count", 1) or 1,
     }

@@ -83,6 +83,7 @@ class Manifest:
     sources: Mapping[str, Source]
     prefix: str = "model."  # of all names but the head's; `stored.beginnings` finds a checkpoint's own
     others: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names, by other transformers releases'
+    modules: Mapping[str, str] = dataclasses.field(default_factory=dict)  # transformers' names, by the checkpoint's
     # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
     ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     fused: FusedExperts | None = None
