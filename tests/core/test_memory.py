@@ -6,9 +6,11 @@ import contextlib
 import gc
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from rekindle._src.core import memory
@@ -57,6 +59,20 @@ def test_a_group_of_version_1_does_so_too(root: Path) -> None:
 def test_where_nobody_tells_it_is_unknown(root: Path) -> None:
     (root / "proc/meminfo").unlink()
     assert memory.available() is None
+
+
+def test_an_accelerators_memory_is_its_own(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(*statistics: dict[str, int] | None) -> None:
+        fakes = [types.SimpleNamespace(memory_stats=lambda own=own: own) for own in statistics]
+        monkeypatch.setattr(jax, "local_devices", lambda: fakes)
+
+    devices({"bytes_limit": 5})
+    assert memory.device_available() == memory.available() == 8000 * MB, "CPUs compute in it"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    devices({"bytes_limit": 900 * MB, "bytes_in_use": 200 * MB}, {"bytes_limit": 900 * MB, "bytes_in_use": 300 * MB})
+    assert memory.device_available() == 600 * MB, "the fullest one decides"
+    devices(None, {})
+    assert memory.device_available() is None
 
 
 BLOCK, COUNT = 60_000, 1_000  # too small for mappings of their own

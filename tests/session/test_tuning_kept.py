@@ -13,11 +13,14 @@ import rekindle
 from helpers import checkpoints
 from helpers.thorough import by_default
 from rekindle._src.capabilities.tuning import memory
+from rekindle._src.capabilities.tuning.owner import TuningPrograms
 from rekindle._src.capabilities.tuning.sites import trained_matrices
 from rekindle._src.capabilities.tuning.step import Pair, TrainingCut, TrainingShape
 from rekindle._src.capabilities.tuning.trainer import Trainer, initial_pairs
 
-FAMILIES = ["llama", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_moe", "lfm2", "falcon-h1", "olmo2", "cohere"]
+FAMILIES = [
+    "llama", "gemma2", "gpt-oss", "deepseek-v2", "qwen3-moe", "lfm2", "falcon-h1", "olmo2", "cohere", "ling3", "apertus"
+]  # fmt: skip
 SHAPE = TrainingShape(2, 16, 16)
 
 
@@ -40,7 +43,7 @@ def parts(name: str) -> tuple[TrainingCut, int, tuple[Any, ...]]:
     return cut, layer, (leaves, pairs, opened.x, (), opened.tables, opened.own[layer : layer + 1])
 
 
-@pytest.mark.parametrize("name", by_default([n for n in FAMILIES if n in checkpoints.CASES], lambda n: n == "llama"))
+@pytest.mark.parametrize("name", by_default(FAMILIES, lambda n: n == "llama"))
 def test_derivatives_are_the_same_and_take_fewer_operations(name: str) -> None:
     cut, layer, operands = parts(name)
     arrays = cut.kept(layer, SHAPE, *operands)
@@ -62,6 +65,27 @@ def test_derivatives_are_the_same_and_take_fewer_operations(name: str) -> None:
         assert np.abs(one).max() > 0
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(np.abs(one).max()))
     assert operations[1] < operations[0]
+
+
+@pytest.mark.parametrize(("name", "modules"), by_default([("llama", "q_proj"), ("qwen3-moe", "all"), ("ling3", "all")]))
+def test_the_plan_says_what_layers_keep(name: str, modules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All products are kept, not only those that are trained, and an expert's for each of its tokens."""
+    model = checkpoints.case(name)
+    matrices = trained_matrices(model.config, modules)
+    cut = TrainingCut.of(model.graph, model.leaves, matrices, 0.5)
+    trainer = Trainer(TuningPrograms(None), cut, matrices, 4)  # type: ignore[arg-type]
+    operands = parts(name)[2]
+    kept = 0
+    for layer in range(model.config.num_layers):
+        leaves = tuple(model.leaves[index] for index in cut.cut.layers[layer])
+        pairs = {
+            matrix.name: Pair(*(jnp.asarray(leaf) for leaf in pair))
+            for matrix, pair in zip(matrices, initial_pairs(matrices, 4, 0), strict=True)
+            if matrix.layer == layer
+        }
+        kept += cut.kept(layer, SHAPE, leaves, pairs, *operands[2:]).size
+    monkeypatch.setattr(memory.memory, "device_available", lambda: None)
+    assert kept <= trainer.need(SHAPE).kept <= 1.4 * kept
 
 
 def test_as_many_layers_keep_their_results_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rekindle._src.capabilities.tuning.batches import BatchPlan, length_for
 from rekindle._src.capabilities.tuning.checkpoint import MOST_TRAININGS, TrainingCheckpoints
 from rekindle._src.capabilities.tuning.data import Line, LineMaker
 from rekindle._src.capabilities.tuning.losses import NextToken, Policy, Preference, advantages_of
-from rekindle._src.capabilities.tuning.memory import check_room, need_of
+from rekindle._src.capabilities.tuning.memory import KEPT, check_room, need_of, room_of
 from rekindle._src.capabilities.tuning.request import FOREIGN, TuneOptions
 from rekindle._src.capabilities.tuning.sites import trained_matrices
 from rekindle._src.capabilities.tuning.step import TrainingShape
@@ -230,6 +230,9 @@ def test_a_training_that_does_not_fit_is_refused_with_numbers(monkeypatch: pytes
     monkeypatch.setattr(memory, "available", lambda: need.total // 2)
     with pytest.raises(OutOfMemory, match=r"Training needs [0-9.]+ MiB.*8 rows of 128 tokens.* are free"):
         check_room(need, TrainingShape(8, 128, 256))
+    monkeypatch.setattr(memory, "device_available", lambda: 2 * need.total)
+    check_room(need, TrainingShape(8, 128, 256))  # the device's memory counts
+    assert room_of(need) == min(KEPT, need.total // 2)
 
 
 def test_options_of_other_libraries_are_none_of_ours() -> None:

@@ -68,6 +68,17 @@ def available() -> int | None:
     return min([*free, *([] if addresses is None else [addresses])], default=None)
 
 
+def device_available() -> int | None:
+    """Return the bytes left on the fullest device that JAX computes with; None if unknown. CPUs have `available`."""
+    import jax  # the rest of this module is for starts that may not need it
+
+    if jax.default_backend() == "cpu":
+        return available()
+    statistics = [device.memory_stats() or {} for device in jax.local_devices()]
+    free = [int(own["bytes_limit"]) - int(own.get("bytes_in_use", 0)) for own in statistics if own.get("bytes_limit")]
+    return min(free, default=None)
+
+
 def address_space() -> int | None:
     """Return the bytes that this process may still map, under `ulimit -v`; None without such a limit."""
     limit = system.address_space_limit()

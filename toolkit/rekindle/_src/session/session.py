@@ -500,11 +500,12 @@ class Session(OpenModel, RolloutRequests):
         cut to a length of 1, and Adam takes the step, unless `optimizer` is one of Optax, for one array of all numbers.
 
         Weights stay as the session holds them, in 16, 8 or 4 bits, and are widened matrix by matrix; the adapter is in
-        float32. Layers are computed again in the backward pass, which bounds the memory. The device works for the
-        training between two steps, a tenth of a second at a time, so that streams go on. Each `every` steps the adapter
-        is swapped in under its name, the greedy continuation of `probe` is added to `run.probes`, and the training is
-        kept: called with the same name, data and options, it goes on there after a kernel was restarted or the training
-        cancelled. `probe`, `every`, `reward` and `optimizer` may be others then.
+        float32. As many layers as there is memory for, up to 512 MiB, keep the results of products for the backward
+        pass, where the others are computed again. The device works for the training between two steps, a tenth of a
+        second at a time, so that streams go on. Each `every` steps the adapter is swapped in under its name, the greedy
+        continuation of `probe` is added to `run.probes`, and the training is kept: called with the same name, data and
+        options, it goes on there after a kernel was restarted or the training cancelled. `probe`, `every`, `reward` and
+        `optimizer` may be others then.
         """
         options = dict(locals())
         for other in ("self", "name", "data", "unknown"):

@@ -11,6 +11,7 @@ from rekindle._src.capabilities.tuning.batches import BatchPlan
 from rekindle._src.capabilities.tuning.sites import TrainedMatrix, trained_matrices
 from rekindle._src.capabilities.tuning.step import TrainingShape
 from rekindle._src.core import memory, words
+from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.differentiable import AT_ONCE
 from rekindle._src.models.nn.packing import matrix_shape
@@ -20,8 +21,6 @@ from rekindle.errors import OutOfMemory
 _ARRAYS = 6  # of the adapter's size: its numbers twice, gradients, two moments, and a copy in host memory
 _MEASURED = 5  # products, the quickest of which counts
 _INSIDE = 3  # arrays of a layer's widths that are alive at once in its backward pass
-
-
 KEPT = 512 << 20  # bytes that all layers keep at most for their derivatives, if there is room
 
 
@@ -53,27 +52,31 @@ def need_of(
 ) -> TrainingNeed:
     """Return the needs of a training in micro-batches of this shape. `parameters` are the model's."""
     tokens = shape.rows * shape.tokens
-    widths: dict[int, int] = {}
-    for matrix in matrices:
-        widths[matrix.layer] = widths.get(matrix.layer, 0) + matrix.site.inputs + matrix.site.outputs
+    widths, results = [0] * config.num_layers, rank * sum(len(matrix.modules) for matrix in matrices)
+    for site in sites_of(config).sites:
+        layer = int(site.path.split(".")[1])
+        experts = config.moe[layer] if site.experts else None
+        rows = 1 if experts is None else experts.top_k  # of a token
+        widths[layer] += rows * (site.inputs + site.outputs)
+        results += rows * site.outputs
+    attending = [layer for layer in range(config.num_layers) if config.caches[layer].pages is not None]
+    results += config.num_heads * sum(config.pages_of(layer).value_size + 1 for layer in attending)
     attention = 4 * shape.rows * config.num_heads * shape.tokens**2 * _INSIDE
     need = TrainingNeed(
         4 * _ARRAYS * sum(matrix.parameters(rank) for matrix in matrices),
         4 * tokens * config.hidden_size * (config.num_layers + 2),
-        4 * tokens * max(widths.values()) * _INSIDE + attention + 2 * AT_ONCE,
+        4 * tokens * max(widths) * _INSIDE + attention + 2 * AT_ONCE,
         4 * shape.chosen * config.vocab_size * _INSIDE + 2 * AT_ONCE,
         0,
         6.0 * parameters * tokens,
     )
-    results = sum(matrix.outputs + rank * len(matrix.modules) for matrix in matrices)
-    results += config.num_layers * config.num_heads * (config.head_dim + 1)  # of attention
     kept = min(4 * tokens * results, room_of(need))
     return need._replace(kept=kept, operations=need.operations * (1 - kept / (4 * tokens * results) / 3))
 
 
 def room_of(need: TrainingNeed) -> int:
     """Return the bytes that layers may keep for their derivatives: half of what a training leaves, up to a limit."""
-    free = memory.available()
+    free = memory.device_available()
     return KEPT if free is None else max(0, min(KEPT, (free - need.total) // 2))
 
 
@@ -104,8 +107,8 @@ def planned(plan: ProgramPlan, *, rank: int, tokens: int) -> tuple[TrainingNeed,
 
 def check_room(need: TrainingNeed, shape: TrainingShape) -> None:
     """Raise OutOfMemory if a training does not fit into the memory that is free."""
-    free = memory.available()
-    if free is not None and not memory.fits(need.total):
+    free = memory.device_available()
+    if free is not None and need.total > memory.SHARE * free:
         raise OutOfMemory(
             f"Training needs {need}, with {words.count(shape.rows, 'row')} of {shape.tokens} tokens at a time, and "
             f"{words.mebibytes(free)} are free. Pass shorter examples, a smaller rank, or targets=['q_proj', 'v_proj']."
