@@ -29,6 +29,8 @@ FAMILY_CASES = {model_type: families.FAMILY_CASES[model_type] for model_type in 
 CASES: dict[str, dict[str, Any]] = {name: raw for it in FAMILY_CASES.values() for name, raw in it.cases.items()}
 GENERATING = tuple(model_type for model_type, it in FAMILY_CASES.items() if it.cases)  # the others embed only
 OF_FAMILY = {model_type: tuple((it.cases or it.embeds).values()) for model_type, it in FAMILY_CASES.items()}  # configs
+# Options of Ling with which no token is given to other experts because a router's input was rounded.
+EVERY_EXPERT = {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 8}
 ONE_EACH = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # a case of each family
 # Each has arithmetic that those before it lack.
 UNLIKE = (

@@ -37,11 +37,16 @@ def opened(folder: Path) -> Any:
     return models.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
 
 
-def of_peft(folder: Path, config: Any, data: list[list[int]]) -> tuple[list[float], Any]:
+def targets(name: str, config: Any) -> list[str]:
+    """The modules that PEFT trains, too."""
+    names = {module.rpartition(".")[2] for one in trained_matrices(config, "all") for module in one.site.modules}
+    return sorted(names - {"out_proj"} if name == "falcon-h1" else names)  # PEFT refuses that one in Mamba's layers
+
+
+def of_peft(folder: Path, config: Any, names: list[str], data: list[list[int]]) -> tuple[list[float], Any]:
     """The losses of each step, and the model at the end."""
     base = opened(folder)
-    matrices = trained_matrices(config, "all")
-    names = sorted({module.rpartition(".")[2] for one in matrices for module in one.site.modules})
+    matrices = trained_matrices(config, names)
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
     arrays = {name: value for name, value in model.named_parameters() if value.requires_grad}
     for matrix, (down, _) in zip(matrices, initial_pairs(matrices, RANK, SEED), strict=True):
@@ -68,9 +73,18 @@ def of_peft(folder: Path, config: Any, data: list[list[int]]) -> tuple[list[floa
     return losses, model
 
 
+def mean_loss(model: Any, data: list[list[int]]) -> float:
+    """The loss of all lines: those of one step differ from those of another by what is in them, too."""
+    with torch.no_grad():
+        logits = [model(torch.tensor([line])).logits[0, :-1] for line in data]
+    targets = torch.cat([torch.tensor(line[1:]) for line in data])
+    return float(torch.nn.functional.cross_entropy(torch.cat(logits), targets))
+
+
 @pytest.mark.filterwarnings("ignore")  # of transformers and PEFT
 @pytest.mark.parametrize(
-    "name", by_default(["llama", "qwen3", "gemma2", "lfm2", "falcon-h1"], lambda name: name == "llama")
+    "name",
+    by_default(["llama", "qwen3", "gemma2", "lfm2", "falcon-h1", "apertus", "ling3"], lambda name: name == "llama"),
 )
 def test_the_loss_curve_is_pefts(name: str, tmp_path: Path) -> None:
     """Within 1 % by the promise; here within rounding. PEFT reads what is saved, and computes the same with it."""
@@ -80,13 +94,18 @@ def test_the_loss_curve_is_pefts(name: str, tmp_path: Path) -> None:
     model = checkpoints.model(raw, state)
     data = lines(model.config.vocab_size)
     folder = checkpoints.write(tmp_path / "model", raw, state)
-    expected, trained = of_peft(folder, model.config, data)
+    names = targets(name, model.config)
+    expected, trained = of_peft(folder, model.config, names, data)
     with rekindle.open_sync(model, cache_dir=str(tmp_path / "cache"), **OPTIONS) as session:
-        run = session.tune("mine", data, rank=RANK, steps=STEPS, batch=BATCH, seed=SEED, learning_rate=RATE)
+        options: Any = {"rank": RANK, "steps": STEPS, "batch": BATCH, "seed": SEED, "learning_rate": RATE}
+        run = session.tune("mine", data, targets=names, **options)
         run.result_sync()
         session.save_adapter("mine", tmp_path / "mine").result_sync()
     losses = [step.loss for step in run.history]
-    assert expected[-1] < 0.95 * expected[0], "there is something to learn"
+    with trained.disable_adapter():
+        untrained = mean_loss(trained, data)
+    # Logits that are capped learn slowly: Gemma 2 takes 0.15 off 5.11 in these steps, and the others 1.1 and more.
+    assert mean_loss(trained, data) < untrained - 0.1, "there is something to learn"
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
     base = opened(folder)
     loaded: Any = peft.PeftModel.from_pretrained(base, tmp_path / "mine")

