@@ -232,7 +232,7 @@ KERNELS = {
     "decode": "attention", "prefill": "attention", "addkeys": "attention", "write": "pages",
     "decodepacked": "attention", "prefillpacked": "attention", "writepacked": "pages",
     "pagebounds": "pages", "pageboundspacked": "pages", "choose": "attention",
-    "convolution": "states", "delta": "states", "scan": "states",
+    "convolution": "states", "delta": "states", "channeldelta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
     "gate": "sampling",
 }  # fmt: skip

@@ -288,6 +288,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ADD_KEYS: lambda kernel: added_keys.kernel(kernel.dtype),
     table.CONVOLUTION: lambda kernel: recurrence.convolution_kernel(),
     table.GATED_DELTA: lambda kernel: recurrence.delta_kernel(),
+    table.CHANNEL_DELTA: lambda kernel: recurrence.channel_delta_kernel(),
     table.SELECTIVE_SCAN: lambda kernel: recurrence.scan_kernel(),
     table.ADAPTER: _adapter,
     table.ADAPTER_GATE: _adapter,

@@ -457,6 +457,26 @@ GATED_DELTA = KernelSpec(
     settings={**dict.fromkeys(("decode_rows", "key_heads", "gate", "beta", "step"), "int32"), "eps": "float32"},
 )
 
+# The delta rule with a decay for each channel: B = H · D steps, also from a column on. Their logarithms are at least
+# `bound` where `bounded` is 1.
+CHANNEL_DELTA = KernelSpec(
+    "channeldelta",
+    operands=(
+        Operand("qkv", "T C"),
+        Operand("projected", "T N"),
+        Operand("step_bias", "B"),
+        Operand("log_rate", "H"),
+        Operand("norm", "V"),
+        Operand("states", "P H D V"),
+        *_SEQUENCES,
+    ),
+    results=(Result("out", "T M"), Result("after", "P H D V", into="states")),
+    settings={
+        **dict.fromkeys(("decode_rows", "gate", "beta", "step", "bounded"), "int32"),
+        **dict.fromkeys(("eps", "bound"), "float32"),
+    },
+)
+
 # Mamba-2's scan. `channels` are x of all H heads, then b and c of all groups; of a row of `projected`, the steps [H]
 # begin at a column.
 SELECTIVE_SCAN = KernelSpec(
@@ -474,7 +494,7 @@ SELECTIVE_SCAN = KernelSpec(
     settings=dict.fromkeys(("decode_rows", "groups", "step"), "int32"),
 )
 
-RECURRENT = (CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN)
+RECURRENT = (CONVOLUTION, GATED_DELTA, CHANNEL_DELTA, SELECTIVE_SCAN)
 
 # The first index of each row's largest; the last one in a row of NaN.
 ARGMAX = KernelSpec("argmax", (Operand("x", "R V"),), (Result("out", "R", "int32"),))

@@ -1,4 +1,4 @@
-"""Layers with a state as native calls: convolutions, the gated delta rule, Mamba-2's scan."""
+"""Layers with a state as native calls: convolutions, delta rules, Mamba-2's scan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, unavailable
 from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.ops.recurrence import (
+    ChannelDeltaOptions,
     ConvolutionInputs,
     ConvolutionOptions,
     DeltaOptions,
@@ -46,6 +47,13 @@ def gated_delta(inputs: HeadInputs, options: DeltaOptions) -> Results:
     """Implement `ops.recurrence.gated_delta`."""
     settings = {name: getattr(options, name) for name in ("key_heads", "gate", "beta", "step", "eps")}
     return _of_heads(kernel_table.GATED_DELTA, "qkv", inputs, settings)
+
+
+def channel_delta(inputs: HeadInputs, options: ChannelDeltaOptions) -> Results:
+    """Implement `ops.recurrence.channel_delta`."""
+    settings = {name: getattr(options, name) for name in ("gate", "beta", "step", "eps")}
+    bound = {"bounded": options.bound is not None, "bound": options.bound or 0.0}
+    return _of_heads(kernel_table.CHANNEL_DELTA, "qkv", inputs, settings | bound)
 
 
 def selective_scan(inputs: HeadInputs, options: ScanOptions) -> Results:
@@ -99,4 +107,5 @@ def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementat
 
 CONVOLUTION = _recurrent(kernel_table.CONVOLUTION, convolve, plain_recurrence.CONVOLUTION_ROWS)
 GATED_DELTA = _recurrent(kernel_table.GATED_DELTA, gated_delta, plain_recurrence.GATED_DELTA_ROWS)
+CHANNEL_DELTA = _recurrent(kernel_table.CHANNEL_DELTA, channel_delta, plain_recurrence.CHANNEL_DELTA_ROWS)
 SELECTIVE_SCAN = _recurrent(kernel_table.SELECTIVE_SCAN, selective_scan, plain_recurrence.SELECTIVE_SCAN_ROWS)

@@ -80,8 +80,7 @@ FILL_PAGES.register("joined", ".xla.memory", "FILL_JOINED", platforms=GPU)
 FILL_PAGES.register("xla", ".xla.memory", "FILL_PAGES", platforms=ANYWHERE)
 
 for recurrent in (CONVOLUTION, GATED_DELTA, CHANNEL_DELTA, SELECTIVE_SCAN):
-    if recurrent is not CHANNEL_DELTA:  # which has no native kernel yet
-        recurrent.register("native", ".native.recurrence", recurrent.operation.upper(), platforms=CPU)
+    recurrent.register("native", ".native.recurrence", recurrent.operation.upper(), platforms=CPU)
     recurrent.register("rows", ".xla.recurrence", f"{recurrent.operation.upper()}_ROWS", platforms=CPU)
     recurrent.register("xla", ".xla.recurrence", recurrent.operation.upper(), platforms=ANYWHERE)
 

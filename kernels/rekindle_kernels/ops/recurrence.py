@@ -83,7 +83,7 @@ class ConvolutionOptions:
     first: int = 0  # the column where the channels begin
     silu: bool = False  # results are silu of the sums
     before: int | None = None  # the column where factors of the inputs begin, one for each channel
-    behind: int | None = None  # that of the factors of the results
+    behind: int | None = None  # the column where factors of the results begin
     deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
 
@@ -101,8 +101,8 @@ class DeltaOptions:
 
     key_heads: int
     gate: int  # the column where the gates [H · V] begin
-    beta: int  # that of the weights of corrections [H]
-    step: int  # that of the steps [H]
+    beta: int  # the column where the correction weights [H] begin
+    step: int  # the column where the steps [H] begin
     eps: float  # of the norm
     deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
@@ -112,8 +112,8 @@ class ChannelDeltaOptions:
     """The static options of a delta rule with a decay for each channel; columns refer to `projected`."""
 
     gate: int  # the column where the gates [H · V] begin
-    beta: int  # that of the weights of corrections [H]
-    step: int  # that of the steps [H · D]
+    beta: int  # the column where the correction weights [H] begin
+    step: int  # the column where the steps [H · D] begin
     eps: float  # of the norm
     bound: float | None = None  # the least logarithm of a decay; None: there is none
     deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows

@@ -351,8 +351,12 @@ def _channel_chunk(rows: Rows, real: Array, state: Array) -> tuple[Array, Array]
     return jnp.swapaxes(out, 0, 1), state
 
 
+@jax.checkpoint
 def _overlap(left: Array, right: Array, total: Array) -> Array:
-    """Return the sums over d of left_i·right_j·exp(total_i - total_j) for i ≥ j, zero elsewhere [H, EDGE, EDGE]."""
+    """Return the sums over d of left_i·right_j·exp(total_i - total_j) for i ≥ j, zero elsewhere [H, EDGE, EDGE].
+
+    Derivatives compute its factors again: for each pair of a block they are a vector, and there would be all chunks'.
+    """
     H, T, D = left.shape
     blocks = (H, T // _NEAR, _NEAR, D)
     own, others, sums = (array.reshape(blocks) for array in (left, right, total))

@@ -1,4 +1,4 @@
-"""Layers with a state that each token changes: convolutions, the gated delta rule, and Mamba-2's scan.
+"""Layers with a state that each token changes: convolutions, delta rules, and Mamba-2's scan.
 
 Rows that decode have a token each, then come the prompts' tokens. Kernels look at sequences that have tokens, which
 `prepare` lists, so that the many empty rows of a large program cost nothing.
@@ -21,6 +21,7 @@ from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_
 from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
+    add,
     largest,
     load_f32,
     multiply,
@@ -29,7 +30,7 @@ from rekindle_kernels.native.language.vector import (
     store,
     total,
 )
-from rekindle_kernels.native.language.vector_math import exp_of_any, exp_of_one, sigmoid, silu, softplus
+from rekindle_kernels.native.language.vector_math import exp, exp_of_any, exp_of_one, sigmoid, silu, softplus
 
 ZERO, ONE = np.float32(0), np.float32(1)
 COLUMNS = 2 * LANES  # of a state at a time
@@ -281,12 +282,14 @@ def convolution_kernel() -> Kernel:
     return Kernel(kernel_table.CONVOLUTION, CONVOLUTION_JOB, prepare, block, free_sequences)
 
 
-# The gated delta rule, a token after the other: S ← S·decay; S ← S + k ⊗ beta·(v - kᵀS); o = qᵀS.
+# Delta rules, a token after the other: S ← S·decay; S ← S + k ⊗ beta·(v - kᵀS); o = qᵀS. A head has one decay, or one
+# for each channel of its keys.
 #
-# A state [D, V] of a head is read once and written once for each token. What a token needs of the state before it,
-# kᵀS and qᵀS, is summed while the token before writes it; the result follows of them: o = decay·qᵀS + (q·k)·change. A
-# few columns of a state at a time stay in the first level of cache, through up to CHUNK tokens. Prompts and rows
-# that decode do the same arithmetic, so a state has the same bits however its text came.
+# A state [D, V] of a head is read once and written once for each token. What a token needs of the decayed state before
+# it, kᵀS·decay and qᵀS·decay, is summed while the token before writes it; the result follows of them: o = qᵀS·decay +
+# (q·k)·change. Decays of channels multiply the key and the query of these sums. A few columns of a state at a time stay
+# in the first level of cache, through up to CHUNK tokens. Prompts and rows that decode do the same arithmetic, so a
+# state has the same bits however its text came.
 #
 # XLA's chunked form of a prompt is products of [64, 128] matrices, which is not less arithmetic than this where a key
 # is as wide as 128; and its step of a row passes over the state five times. Milliseconds of a layer of Qwen3.5-0.8B
@@ -298,13 +301,20 @@ def convolution_kernel() -> Kernel:
 
 CHUNK = 64  # tokens whose keys and queries are kept
 NORM_EPS = np.float32(1e-6)  # of the norms of q and k
-NUMBERS = 4  # of a token in addition to its key and query: decay, weight of the correction, q·k, and one to fill up
+NUMBERS = 4  # of a token in addition to its vectors: decay, weight of the correction, q·k, and one to fill up
 
-DELTA_JOB = job_layout(
-    "delta",
-    {**HEADS, "qkv": "[tokens, channels]", "gate": "columns of `projected`, as is the next", "norm": "[values]"},
-    "channels beta key_heads",
-    numbers={"eps": "of the norm"},
+_DELTA_FIELDS = {
+    **HEADS,
+    "qkv": "[tokens, channels]",
+    "gate": "columns of `projected`, as is the next",
+    "norm": "[values]",
+}
+DELTA_JOB = job_layout("delta", _DELTA_FIELDS, "channels beta key_heads", numbers={"eps": "of the norm"})
+CHANNEL_DELTA_JOB = job_layout(
+    "channel delta",
+    {**_DELTA_FIELDS, "step": "the first of the steps' columns", "step_bias": "[heads · keys]"},
+    "channels beta key_heads bounded",
+    numbers={"eps": "of the norm", "bound": "the least logarithm of a decay, if they are bounded"},
 )
 
 
@@ -321,8 +331,8 @@ def unit(x: int, size: int, factor: float, out: int) -> None:
 
 
 @inline
-def prepare_token(job: Any, token: int, h: int, q: int, k: int, numbers: int) -> None:
-    """Write a token's query, key and NUMBERS."""
+def prepare_key(job: Any, token: int, h: int, q: int, k: int, numbers: int) -> None:
+    """Write a token's query and key, and the last two of its NUMBERS."""
     D, K = job.keys, job.key_heads
     qkv = job.qkv + token * job.channels * 4
     group = h // (job.heads // K)
@@ -332,20 +342,60 @@ def prepare_token(job: Any, token: int, h: int, q: int, k: int, numbers: int) ->
     for d in range(0, D, LANES):
         products = multiply_add(load_f32(q, d), load_f32(k, d), products)
     row = job.projected + token * job.width * 4
-    rate = exp_of_any(f32(job.log_rate, h))
-    steps = largest(softplus(splat(f32(row, job.step + h) + f32(job.step_bias, h))))
-    set_f32(numbers, 0, exp_of_one(-rate * steps))
     set_f32(numbers, 1, largest(sigmoid(splat(f32(row, job.beta + h)))))
     set_f32(numbers, 2, total(products))
 
 
-def sweeper(updates: bool, looks: bool) -> Any:
+@inline
+def prepare_token(job: Any, token: int, h: int, vectors: int, numbers: int) -> None:
+    """Write a token's query, its key, and its NUMBERS. Each vector is CHUNK keys after the one before it."""
+    prepare_key(job, token, h, vectors, vectors + CHUNK * job.keys * 4, numbers)
+    row = job.projected + token * job.width * 4
+    rate = exp_of_any(f32(job.log_rate, h))
+    steps = largest(softplus(splat(f32(row, job.step + h) + f32(job.step_bias, h))))
+    set_f32(numbers, 0, exp_of_one(-rate * steps))
+
+
+@inline
+def prepare_channels(job: Any, token: int, h: int, vectors: int, numbers: int) -> None:
+    """Write a token's query and key, both times the decays, its key, its decays, and NUMBERS with a decay of one."""
+    D = job.keys
+    apart = CHUNK * D * 4
+    query, ahead, key, decays = vectors, vectors + apart, vectors + 2 * apart, vectors + 3 * apart
+    prepare_key(job, token, h, query, key, numbers)
+    set_f32(numbers, 0, ONE)
+    steps = job.projected + (token * job.width + job.step + h * D) * 4
+    bias = job.step_bias + h * D * 4
+    rate = splat(exp_of_any(f32(job.log_rate, h)))
+    for d in range(0, D, LANES):
+        step = add(load_f32(steps, d), load_f32(bias, d))
+        if job.bounded == 1:
+            logarithm = multiply(splat(job.bound), sigmoid(multiply(rate, step)))
+        else:
+            logarithm = multiply(multiply(splat(-ONE), rate), softplus(step))
+        decay = exp(logarithm)
+        store(decays, d, decay)
+        store(query, d, multiply(load_f32(query, d), decay))
+        store(ahead, d, multiply(load_f32(key, d), decay))
+
+
+def sweeper(updates: bool, looks: bool, of_channels: bool) -> Any:
     """Return a pass over COLUMNS columns of a state. With `updates`, S · decay + key ⊗ change is written to `target`;
     with `looks`, the sums over a column of S times the next token's key, `ahead`, and `query` are returned. A state
-    is an address and the width of a row."""
+    is an address and the width of a row. Decays are those at `decays` where they are of channels."""
 
     @inline
-    def sweep(state: Any, target: Any, keys: int, key: int, decay: float, changes: Any, ahead: int, query: int) -> Any:
+    def sweep(
+        state: Any,
+        target: Any,
+        keys: int,
+        key: int,
+        decay: float,
+        decays: int,
+        changes: Any,
+        ahead: int,
+        query: int,
+    ) -> Any:
         a = b = c = d = splat(ZERO)
         factor, (left, right) = splat(decay), changes
         (source, step), (out, stride) = state, target
@@ -353,7 +403,8 @@ def sweeper(updates: bool, looks: bool) -> Any:
             s, t = load_f32(source, row * step), load_f32(source, row * step + LANES)
             if updates:
                 by = splat(f32(key, row))
-                s, t = multiply_add(by, left, multiply(s, factor)), multiply_add(by, right, multiply(t, factor))
+                own = splat(f32(decays, row)) if of_channels else factor
+                s, t = multiply_add(by, left, multiply(s, own)), multiply_add(by, right, multiply(t, own))
                 store(out, row * stride, s)
                 store(out, row * stride + LANES, t)
             if looks:
@@ -367,12 +418,37 @@ def sweeper(updates: bool, looks: bool) -> Any:
 
 def delta_kernel() -> Kernel:
     """Return the kernel of the gated delta rule."""
-    look, update, both = sweeper(False, True), sweeper(True, False), sweeper(True, True)
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         job.channels = dim(frame.qkv, 1)
         return list_heads(frame, job, dim(frame.qkv, 0))
+
+    block = _delta_block(prepare_token, silu, of_channels=False)
+    return Kernel(kernel_table.GATED_DELTA, DELTA_JOB, prepare, block, free_sequences)
+
+
+def channel_delta_kernel() -> Kernel:
+    """Return the kernel of the delta rule with a decay for each channel."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        job.channels = dim(frame.qkv, 1)
+        count = list_heads(frame, job, dim(frame.qkv, 0))
+        job.key_heads = job.heads
+        return count
+
+    block = _delta_block(prepare_channels, sigmoid, of_channels=True)
+    return Kernel(kernel_table.CHANNEL_DELTA, CHANNEL_DELTA_JOB, prepare, block, free_sequences)
+
+
+def _delta_block(prepare_one: Any, activation: Any, *, of_channels: bool) -> Any:
+    """Return the function of a block: a head of a sequence, with its tokens made ready by `prepare_one`.
+
+    Results are normed and multiplied by the activation of their gates."""
+    look, update, both = (sweeper(*passes, of_channels) for passes in ((False, True), (True, False), (True, True)))
+    vectors = 4 if of_channels else 2  # of a token; the first is for the query of a sum, the next for its key
+    last = vectors - 2 if of_channels else 1  # the key itself
 
     @jit
     def columns(
@@ -380,13 +456,14 @@ def delta_kernel() -> Kernel:
     ) -> None:
         """Take the tokens of a chunk through a few columns of a head's state."""
         D, V, channels, width = job.keys, job.values, job.channels, job.heads * job.values
-        k, numbers = scratch + CHUNK * D * 4, scratch + 2 * CHUNK * D * 4
+        ahead, k = scratch + CHUNK * D * 4, scratch + last * CHUNK * D * 4
+        decays, numbers = scratch + (last + 1) * CHUNK * D * 4, scratch + vectors * CHUNK * D * 4
         here = numbers + CHUNK * NUMBERS * 4, COLUMNS
         source, end = (state, V), (target, V)
         v = job.qkv + (first * channels + 2 * job.key_heads * D + h * V + column) * 4
         out = job.out + (first * width + h * V + column) * 4
         none = splat(ZERO), splat(ZERO)
-        a, b, c, d = look(source, here, D, k, ZERO, none, k, scratch)
+        a, b, c, d = look(source, here, D, k, ZERO, decays, none, ahead, scratch)
         for token in range(count):
             decay, beta, overlap = f32(numbers, 0), f32(numbers, 1), f32(numbers, 2)
             less, weight = splat(-decay), splat(beta)
@@ -396,13 +473,16 @@ def delta_kernel() -> Kernel:
             store(out, 0, multiply_add(again, left, multiply(factor, c)))
             store(out, LANES, multiply_add(again, right, multiply(factor, d)))
             if token + 1 < count:
-                after = k + D * 4
+                after = ahead + D * 4
                 kept = (state_of_row(job, first + token, h) + column * 4, V) if chained else here
-                a, b, c, d = both(source, kept, D, k, decay, (left, right), after, scratch + (token + 1) * D * 4)
+                query = scratch + (token + 1) * D * 4
+                a, b, c, d = both(source, kept, D, k, decay, decays, (left, right), after, query)
                 source = kept
             else:
-                update(source, end, D, k, decay, (left, right), k, scratch)
+                update(source, end, D, k, decay, decays, (left, right), ahead, scratch)
+            ahead += D * 4
             k += D * 4
+            decays += D * 4
             numbers += NUMBERS * 4
             v += channels * 4
             out += width * 4
@@ -420,7 +500,7 @@ def delta_kernel() -> Kernel:
         scale = splat(ONE / np.float32(math.sqrt(total(squares) / np.float32(V) + job.eps)))
         for at in range(0, V, LANES):
             normed = multiply(multiply(load_f32(out, at), scale), load_f32(job.norm, at))
-            store(out, at, multiply(normed, silu(load_f32(gates, at))))
+            store(out, at, multiply(normed, activation(load_f32(gates, at))))
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -428,13 +508,12 @@ def delta_kernel() -> Kernel:
         D, V = job.keys, job.values
         h, first, tokens, state, target = head_of(job, index)
         chained = is_chain(job, index)
-        scratch = malloc((CHUNK * (2 * D + NUMBERS) + COLUMNS * D) * 4)
-        k, numbers = scratch + CHUNK * D * 4, scratch + 2 * CHUNK * D * 4
+        scratch = malloc((CHUNK * (vectors * D + NUMBERS) + COLUMNS * D) * 4)
+        numbers = scratch + vectors * CHUNK * D * 4
         for begin in range(0, tokens, CHUNK):
             count = min(CHUNK, tokens - begin)
             for i in range(count):
-                at = i * D * 4
-                prepare_token(job, first + begin + i, h, scratch + at, k + at, numbers + i * NUMBERS * 4)
+                prepare_one(job, first + begin + i, h, scratch + i * D * 4, numbers + i * NUMBERS * 4)
             if chained:
                 target = state_of_row(job, first + begin + count - 1, h)
             for column in range(0, V, COLUMNS):
@@ -444,7 +523,7 @@ def delta_kernel() -> Kernel:
             state = target
         free(scratch)
 
-    return Kernel(kernel_table.GATED_DELTA, DELTA_JOB, prepare, block, free_sequences)
+    return block
 
 
 # Mamba-2's scan, a token after the other: S ← S·exp(decay·step) + step·b ⊗ x; y = cᵀS + skip·x.
