@@ -245,14 +245,14 @@ class GgufModel(NamedTuple):
         return {"rope_type": "factors", "factors": factors}
 
     def each(self, key: str) -> list[int]:
-        """Return a number for each layer. A file has one number for all layers, or one for each block."""
+        """Return a number of each layer, which files may have once for all of them."""
         value = self.get(key)
         if value is None or isinstance(value, int):
             return [self.integer(key)] * self.layers
         listed: list[int] = self.numbers(key).tolist()
-        if len(listed) not in (self.layers, self.blocks):
+        if len(listed) != self.layers:
             raise self.unsupported(key, listed, f"for {self.layers} layers")
-        return listed[: self.layers]
+        return listed
 
     def each_number(self, key: str) -> list[np.float32]:
         """Return a number of each layer, as float32, by a key without prefix; files may have it once for all layers."""
@@ -295,6 +295,6 @@ class GgufModel(NamedTuple):
             return self.integer(key, *default)
         listed = self.numbers(key).tolist()
         distinct = sorted(set(listed) - ({0} if gaps else set()))
-        if len(distinct) != 1 or len(listed) not in (self.layers, self.blocks):
+        if len(distinct) != 1 or len(listed) != self.layers:
             raise self.unsupported(key, listed, "(layers of different sizes)")
         return int(distinct[0])
