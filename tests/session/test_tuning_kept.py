@@ -69,7 +69,7 @@ def test_derivatives_are_the_same_and_take_fewer_operations(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "modules"), by_default([("llama", "q_proj"), ("qwen3-moe", "all"), ("ling3", "all")]))
 def test_the_plan_says_what_layers_keep(name: str, modules: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products are kept, not only those that are trained, and an expert's for each of its tokens."""
+    """The results of all products are kept, trained or not; experts keep a row for each of their tokens."""
     model = checkpoints.case(name)
     matrices = trained_matrices(model.config, modules)
     cut = TrainingCut.of(model.graph, model.leaves, matrices, 0.5)
