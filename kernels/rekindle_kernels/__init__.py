@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AttentionOptions,
         RopeCall,
         WriteCall,
+        chooses_pages,
         implementation_names,
         paged_attention,
         rope,
@@ -86,8 +87,8 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
     "native.mask_gate": "MaskGate gated_masks has_mask_gates",
     "ops.added_keys": "AddKeysCall AttentionSums add_keys",
     "ops.attention": (
-        "AttentionCall AttentionInputs AttentionOptions RopeCall WriteCall implementation_names paged_attention rope "
-        "write_kv"
+        "AttentionCall AttentionInputs AttentionOptions RopeCall WriteCall chooses_pages implementation_names "
+        "paged_attention rope write_kv"
     ),
     "ops.implementations": "OPERATIONS",
     "ops.linear": (
@@ -119,12 +120,12 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "LinearOptions", "MaskGate", "NormCall", "OPERATIONS", "PACKED", "PackedDtype", "RaggedBatch", "Registry",
     "RopeCall", "SMALL_TOP_K", "SamplingCall", "ScanOptions", "ScanWeights", "Traits", "Wanted", "WriteCall",
     "abstract_pages", "activate", "add_adapters", "add_keys", "bound_pages", "build_kernels", "causal_convolution",
-    "channel_delta", "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels", "environment",
-    "exact_precision", "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages", "give_up_zeros",
-    "gpu_path", "greedy", "grouped_linear", "has_mask_gates", "implementation_names", "init_pages",
-    "kernel_being_compiled", "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype", "paged_attention",
-    "quantize_rows", "rms_norm", "rope", "scatter_pages", "selective_scan", "storage_dtype", "top_k", "traits",
-    "unavailable_reason", "write_kv", "zeros",
+    "channel_delta", "chooses_pages", "configure", "current_platform", "draw", "draws_in_one_call", "ensure_kernels",
+    "environment", "exact_precision", "fill_pages", "fuse", "gated", "gated_delta", "gated_masks", "gather_pages",
+    "give_up_zeros", "gpu_path", "greedy", "grouped_linear", "has_mask_gates", "implementation_names", "init_pages",
+    "kernel_being_compiled", "kernels_for", "kernels_in", "kernels_origin", "linear", "narrow_dtype",
+    "paged_attention", "quantize_rows", "rms_norm", "rope", "scatter_pages", "selective_scan", "storage_dtype",
+    "top_k", "traits", "unavailable_reason", "write_kv", "zeros",
 ]  # fmt: skip
 
 

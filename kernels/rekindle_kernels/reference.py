@@ -123,4 +123,4 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     return turned(out, inputs.kv).astype(q.dtype)
 
 
-ATTENTION = Implementation("reference", attention, anything)
+ATTENTION = Implementation("reference", attention, anything, chooses_pages=True)

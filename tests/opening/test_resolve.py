@@ -13,6 +13,7 @@ from helpers.checkpoints import CASES, OF_FAMILY
 from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.data_shards.sizes import config_of_one
+from rekindle._src.models.base import Placement
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.opening.resolve import resolve
 from rekindle._src.programs.kv_layout import abstract, page_bytes
@@ -43,6 +44,25 @@ def test_a_text_whose_tokens_see_those_behind_them_fits_a_step() -> None:
     assert not resolved.prefix_cache and resolve(resolved, model) == resolved
     assert resolved.device_pages == 1 + 2 * (256 // 32 + 4) + 256 // 32  # two steps in flight, and a text that waits
     assert resolve(EngineConfig(max_model_len=40), model).max_tokens_per_step == EngineConfig().max_tokens_per_step
+
+
+class Devices(Placement):
+    """Some devices that share one model."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+
+def test_devices_that_share_a_head_of_keys_can_not_keep_an_attention_budget() -> None:
+    config, model = EngineConfig(attention_budget=64), MODEL.with_budget(64)
+    heads = MODEL.num_kv_heads
+    assert resolve(config, model, placement=Devices(heads)).attention_budget == 64
+    with pytest.raises(ConfigError, match=f"attention_budget.*64.*{2 * heads} devices.*Use at most {heads} device"):
+        resolve(config, model, placement=Devices(2 * heads))
 
 
 def test_prefixes_are_not_shared_where_keys_depend_on_the_length_of_the_prompt(

@@ -127,6 +127,7 @@ def test_models_with_states_windows_and_sinks_have_a_budget_where_they_see_all_k
     [
         ({"attention_budget": 8}, r"below 2 pages of 8 tokens.*Use at least 16"),
         ({"attention_budget": 24, "deterministic": True}, "can't be kept"),
+        ({"attention_budget": 24, "kernels": "xla_gpu"}, r"attention_budget.*24.*'xla_gpu'.*Leave one of the two out"),
     ],
 )
 def test_what_can_not_be_kept_is_refused(options: dict[str, Any], match: str) -> None:

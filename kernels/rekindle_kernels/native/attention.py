@@ -210,6 +210,6 @@ def _packed_heads(head_dim: int) -> str | None:
     return f"the head size {head_dim} is not a multiple of {2 * LANES}" if head_dim % (2 * LANES) else None
 
 
-ATTENTION = Implementation("native", paged_attention, supports, deterministic=True)
+ATTENTION = Implementation("native", paged_attention, supports, deterministic=True, chooses_pages=True)
 WRITE_KV = Implementation("native", write, writes)
 ROPE = Implementation("native", rope, rotates)

@@ -9,7 +9,7 @@ from rekindle_kernels.native.calling import NOT_BUILT, call, unavailable
 from rekindle_kernels.native.kernel_table import BOUND_PACKED, BOUND_PAGES, CHOOSE_PAGES, DTYPES, Variant
 from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.page_bounds import BoundCall
-from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.ops.registry import READS_ALL, Implementation
 from rekindle_kernels.packed_pages import PACKED
 from rekindle_kernels.pages import LayerKV
 
@@ -67,7 +67,7 @@ def chooses(wanted: AttentionCall) -> str | None:
     if wanted.most_pages is None:
         return None
     if wanted.deterministic:
-        return "rows choose pages"
+        return READS_ALL
     return None if builds(CHOOSE_PAGES.variant(wanted.head_dim).name) else NOT_BUILT
 
 

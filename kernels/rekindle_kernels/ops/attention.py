@@ -260,6 +260,11 @@ def _apart(inputs: AttentionInputs, options: AttentionOptions, implementation: s
     return jnp.concatenate([paged_attention(*call, implementation=implementation, platform=platform) for call in calls])
 
 
+def chooses_pages(implementation: str) -> bool:
+    """True if decode rows can choose pages in an implementation."""
+    return ATTENTION.load(implementation).chooses_pages
+
+
 def implementation_names() -> tuple[str, ...]:
     """Return the names that `paged_attention(implementation=…)` accepts, in order of preference."""
     return ATTENTION.names()

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import jax
 
+READS_ALL = "rows choose pages"  # why an implementation that reads all of them can't serve
+
 
 class Facts(Protocol):
     """The static facts of a call; each operation has a record with more of them."""
@@ -34,11 +36,14 @@ class Implementation:
     give_up: Callable[[Exception], bool] | None = None  # after a failure at run time: refuse from now on
     deterministic: bool = False  # serves calls whose results may not depend on the rest of the batch
     one_call: bool = False  # it is always a single operation of the program
+    chooses_pages: bool = False  # of attention: rows may attend to those pages alone that they choose
 
     def reason_against(self, call: Facts) -> str | None:
         """Return why it can't serve a call; None if it can."""
         if getattr(call, "deterministic", False) and not self.deterministic:
             return "its results for a row depend on what is computed with it"
+        if getattr(call, "most_pages", None) is not None and not self.chooses_pages:
+            return READS_ALL
         return self.supports(call)
 
 

@@ -413,7 +413,7 @@ def paged_attention(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-ATTENTION = Implementation("xla", paged_attention, anything)
+ATTENTION = Implementation("xla", paged_attention, anything, chooses_pages=True)
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:

@@ -33,8 +33,6 @@ def supports(call: AttentionCall) -> str | None:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(PAGE_TYPES)}"
     if not call.causal:
         return "queries see the keys after them"
-    if call.most_pages is not None:
-        return "rows choose pages"
     if call.value_size is not None:
         return "values are a part of the keys"
     if call.head_dim > 256:

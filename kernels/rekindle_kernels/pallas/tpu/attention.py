@@ -38,8 +38,6 @@ def supports(call: AttentionCall) -> str | None:
         return f"page size {call.page_size} is not a multiple of 8, the rows of a tile"
     if not call.causal:
         return "queries see the keys after them"
-    if call.most_pages is not None:
-        return "rows choose pages"
     if call.value_size is not None:
         return "values are a part of the keys"
     if call.head_dim > 256:

@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 
 import jax
 
-from rekindle._src.core import memory
+from rekindle._src.core import memory, words
 from rekindle._src.core.config import EngineConfig, ResolvedConfig
 from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.data_shards.sizes import evenly, in_each
@@ -27,7 +27,7 @@ from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes
 from rekindle._src.programs.side_caches import KINDS
 from rekindle.errors import ConfigError, OutOfMemory
-from rekindle_kernels import PACKED, implementation_names, unavailable_reason
+from rekindle_kernels import PACKED, chooses_pages, implementation_names, unavailable_reason
 
 log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
@@ -84,6 +84,8 @@ def resolve(
         raise ConfigError("kernels", config.kernels, f"can't serve here: {missing}", "Use None")
     if model.is_recurrent:
         _check_recurrent(config, model, placement)
+    if config.attention_budget is not None:
+        _check_budget(config, config.attention_budget, model, placement)
     rows = max(config.max_requests // placement.data, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(
@@ -133,6 +135,24 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
             f"has several data shards or processes, which {what} can't be divided over",
             "Use devices of one process, with one data shard",
         )
+
+
+def _check_budget(config: EngineConfig, budget: int, model: ModelConfig, placement: Placement) -> None:
+    """Raise ConfigError for kernels and meshes that can't keep an attention budget."""
+    if config.kernels is not None and not chooses_pages(config.kernels):
+        raise ConfigError(
+            "attention_budget", budget, f"can't be kept by kernels={config.kernels!r}, which read all pages",
+            "Leave one of the two out",
+        )  # fmt: skip
+    limited = [layer for layer, spec in enumerate(model.attention) if spec.budget is not None]
+    heads = min((model.pages_of(layer).heads for layer in limited), default=placement.size)
+    if placement.size > heads:
+        # Such devices have copies of a head of keys for some of its queries, and would choose by these alone.
+        raise ConfigError(
+            "attention_budget", budget,
+            f"can't be kept by {placement.size} devices that share {words.count(heads, 'head')} of keys",
+            f"Use at most {words.count(heads, 'device')} for a model, or leave it out",
+        )  # fmt: skip
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
