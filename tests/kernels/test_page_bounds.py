@@ -16,6 +16,7 @@ from rekindle_kernels import LayerKV, abstract_pages, bound_pages, init_pages, p
 from rekindle_kernels import write_kv as write
 from rekindle_kernels.ops.attention import ATTENTION, AttentionCall
 from rekindle_kernels.reference import chosen_keys, sequence_keys_values
+from rekindle_kernels.xla import page_bounds
 
 WAYS = ["xla", *(["native"] if unavailable_reason("cpu") is None else [])]
 LONG = {"decode": (700, 3, 0, 260, 64, 65, 511), "page_size": 16}
@@ -105,6 +106,30 @@ def test_a_budget_of_all_pages_changes_no_bit(implementation: str) -> None:
     wide = replace(inputs, page_table=jnp.pad(inputs.page_table, ((0, 0), (0, 3))))
     got = paged_attention(wide, replace(problem.options, most_pages=width), implementation=implementation)
     np.testing.assert_array_equal(got, want)
+
+
+def test_xla_reads_the_bounds_of_a_few_pages_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = build(Case("long", **LONG, heads=6, kv_heads=2, head_dim=64), poison=False).inputs
+    kv, table, lens = bounded(inputs.kv), jnp.tile(inputs.page_table, (1, 6)), 6 * inputs.kv_lens
+    operands = inputs.q, kv, table, lens
+    whole = 4 * table.size * 2 * 2 * 64
+
+    def compiled() -> jax.stages.Compiled:
+        return jax.jit(lambda *of: page_bounds.choose(*of, 5, 0.1)).lower(*operands).compile()
+
+    want = compiled()
+    monkeypatch.setattr(page_bounds, "AT_ONCE", whole // 7)  # the last block has some pages that are not there
+    got = compiled()
+    for one, other in zip(got(*operands), want(*operands), strict=True):
+        np.testing.assert_array_equal(one, other)
+    saved = temporary_bytes(want) - temporary_bytes(got)
+    assert saved > whole // 2, f"all bounds are {whole} bytes, and {saved} fewer are held at once"
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    analysis = program.memory_analysis()
+    assert analysis is not None, "XLA counts its memory"
+    return int(analysis.temp_size_in_bytes)
 
 
 def test_the_page_with_the_wanted_key_is_chosen_for_each_head() -> None:
