@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.scheduling import Loop, LoopBuilder, exact
-from rekindle._src.core.records import FinishReason, StepPlan, StepResult
+from rekindle._src.core.records import DraftTask, EntryLag, FinishReason, Row, StepPlan, StepResult
+from rekindle._src.scheduling.drafting.drafter import Drafter
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.repeats import Repeats
-from rekindle._src.scheduling.sequence import Limits
+from rekindle._src.scheduling.sequence import Limits, Sequence
 from scheduling.test_ready_rows import Program, Programs
 
 
@@ -57,6 +60,40 @@ def test_the_shortest_of_several_bounds_the_steps() -> None:
     exact(loop, short, long)
     both = [plan for plan in loop.runner.plans if len(plan.first_decode) == 2]
     assert max(plan.steps for plan in both) == 4
+    assert max(counts(loop)) == 8
+
+
+class EntriesOfEachStep(Drafter):
+    """Proposes nothing, and has each step compute the entries of its tokens while it is awake."""
+
+    name = "entries"
+
+    def __init__(self) -> None:
+        self.computes = True
+        self.rows = 0
+
+    def begin(self, sequence: Sequence) -> None:
+        return None
+
+    def tasks(self, sequences: Items[Sequence], rows: Items[Row]) -> tuple[DraftTask, ...]:
+        return ()
+
+    def entries(self, sequences: Items[Sequence], rows: Items[Row], *, enters: bool) -> Mapping[int, EntryLag] | None:
+        self.rows += len(rows)
+        return {row.slot: EntryLag(0) for row in rows} if self.computes else None
+
+
+def test_steps_that_compute_the_entries_of_a_drafter_are_not_repeated() -> None:
+    """A program of several steps computes none, and they would count as computed."""
+    drafter, request = EntriesOfEachStep(), make_request("a prompt", max_tokens=40)
+    loop = LoopBuilder(model=FakeModel()).steps(repeated=8).drafts(drafters=[drafter]).loop()
+    loop.submit(request)
+    for _ in range(12):
+        loop.step()
+    assert set(counts(loop)) == {1} and drafter.rows == len(counts(loop))
+    drafter.computes = False
+    loop.run()
+    exact(loop, request)
     assert max(counts(loop)) == 8
 
 

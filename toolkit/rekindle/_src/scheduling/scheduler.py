@@ -271,8 +271,10 @@ class Scheduler:
         if decode and self._ready_rows.drafts():
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill), ready=self._ready_rows.room)
         tasks = self._drafts.tasks(decode, decode_rows)
+        sequences, rows = (*decode, *prefill), (*decode_rows, *prefill_rows)
+        entries = self._drafts.entries(sequences, rows, enters=bool(awaited or prefill)) if rows else None
         steps = 1
-        if decode and not (now or prefill or awaited or tasks or self._admission.waiting):
+        if decode and entries is None and not (now or prefill or awaited or tasks or self._admission.waiting):
             steps = self._repeated(decode, decode_rows)
         self._ready_rows.end()
         if not decode and not prefill:
@@ -286,7 +288,7 @@ class Scheduler:
             self._ledger.copies(self._step),
             tasks,
             awaited,
-            self._drafts.entries((*decode, *prefill), (*decode_rows, *prefill_rows), enters=bool(awaited or prefill)),
+            entries,
             steps,
         )
         self._drafts.planned(self._step, alone=not self._flights, waited=self._waited)
