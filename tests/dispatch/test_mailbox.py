@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -245,6 +246,36 @@ async def test_callers_that_wait_take_turns_and_leave_half_of_the_places() -> No
         limiter.leave(4, "a")
         await anyio.wait_all_tasks_blocked()
     assert order == ["a"] * 8 + ["c", "c"] + ["a"] * 4 and limiter.inside == 15
+
+
+class CallerOnce(str):
+    """The name of a caller; looking it up calls a function once, as the garbage collector may run anywhere."""
+
+    looked_up: Callable[[], None] | None = None
+
+    def __hash__(self) -> int:
+        call, self.looked_up = self.looked_up, None
+        if call is not None:
+            call()
+        return super().__hash__()
+
+
+@pytest.mark.anyio
+async def test_places_that_the_collector_gives_back_in_the_middle_of_a_change_come_after_it() -> None:
+    limiter, caller = AdmissionLimiter(4), CallerOnce("b")
+    assert limiter.try_enter(4, "a")
+    async with anyio.create_task_group() as group:
+        for name in (caller, "c"):
+            group.start_soon(limiter.enter, 1, lambda: False, name)
+            await anyio.wait_all_tasks_blocked()
+        assert limiter.waiting == 2
+        caller.looked_up = partial(limiter.leave, 1, "a")
+        limiter.leave(1, "a")
+        await anyio.wait_all_tasks_blocked()
+        assert caller.looked_up is None, "nothing was given back in between: the test shows nothing"
+        assert limiter.waiting == 0 and limiter.inside == 4
+    limiter.leave(2, "a")
+    assert limiter.inside == 2
 
 
 @pytest.mark.anyio

@@ -247,7 +247,8 @@ class Handle(RequestOutput, Call[T_co]):
         self._fits()
         if not limiter.try_enter(self.sampling.n, self.caller):
             raise QueueFull(
-                f"{limiter.inside} of {limiter.places} places are taken and {limiter.waiting} callers wait for one. "
+                f"{limiter.inside} of {limiter.places} places are taken, with "
+                f"{words.count(limiter.waiting, 'request')} in line. "
                 "Submit later, await session.admit(...), or open with a larger max_queue"
             )
         self._hand_over()

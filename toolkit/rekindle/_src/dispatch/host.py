@@ -22,7 +22,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -77,8 +77,11 @@ class AdmissionLimiter:
         self._of_callers = Counter[str]()  # places by caller
         self._spare_of_callers = Counter[str]()
         self._lines: dict[str, deque[_Waiter]] = {}  # by caller; the one whose turn is next stands first
-        # Reentrant: the garbage collector may close a waiting coroutine in a thread that holds the lock already.
+        # The garbage collector may close a waiting coroutine, or end a request, in a thread that is changing the lines
+        # already: the lock is reentrant, and what gives places back then comes after that change.
         self._lock = threading.RLock()
+        self._changes = False
+        self._late: deque[Callable[[], None]] = deque()
 
     @property
     def inside(self) -> int:
@@ -88,11 +91,12 @@ class AdmissionLimiter:
     @property
     def waiting(self) -> int:
         """Requests that wait for places."""
-        return sum(map(len, tuple(self._lines.values())))
+        with self._changing():
+            return sum(map(len, self._lines.values()))
 
     def try_enter(self, count: int, caller: str = "") -> bool:
         """Take `count` places if they are free and no one waits for them; false if not. Raises `SessionClosed`."""
-        with self._lock:
+        with self._changing():
             if self.closed is not None:
                 raise self._refusal()
             if caller in self._lines:
@@ -115,7 +119,7 @@ class AdmissionLimiter:
     async def enter(self, count: int, unless: Callable[[], bool] = lambda: False, caller: str = "") -> bool:
         """Take `count` places, in turn; false if `unless()` turned true meanwhile; see `recheck`."""
         waiter = _Waiter(count, new_wakeup())
-        with self._lock:
+        with self._changing():
             if self.closed is not None:
                 raise self._refusal()
             self._lines.setdefault(caller, deque()).append(waiter)
@@ -134,38 +138,68 @@ class AdmissionLimiter:
         return True
 
     def _give_up(self, waiter: _Waiter, caller: str) -> None:
-        with self._lock:
-            if waiter.admitted:
-                self.leave(waiter.count, caller)
-            else:
-                self._lines[caller].remove(waiter)
-                if not self._lines[caller]:
-                    del self._lines[caller]
-                self._admit()
+        self._change(lambda: self._remove(waiter, caller))
+
+    def _remove(self, waiter: _Waiter, caller: str) -> None:
+        if waiter.admitted:
+            self._leave(waiter.count, caller)
+        else:
+            self._lines[caller].remove(waiter)
+            if not self._lines[caller]:
+                del self._lines[caller]
+            self._admit()
 
     def recheck(self) -> None:
         """Make every waiting caller evaluate its `unless` again."""
-        with self._lock:
+        with self._changing():
             waiters = [waiter for line in self._lines.values() for waiter in line]
         for waiter in waiters:
             waiter.wakeup.wake()
 
     def leave(self, count: int = 1, caller: str = "") -> None:
         """Give `count` places of a caller back; spare ones last, so that those who wait for places get them."""
+        self._change(lambda: self._leave(count, caller))
+
+    def _leave(self, count: int, caller: str) -> None:
+        usual = min(count, self._of_callers[caller])
+        for kept, number in ((self._of_callers, usual), (self._spare_of_callers, count - usual)):
+            kept[caller] -= number
+            assert kept[caller] >= 0, "more places were given back than taken"
+            if not kept[caller]:
+                del kept[caller]
+        self._free += usual
+        self._spare += count - usual
+        self._admit()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Change something in peace; what the garbage collector gives back meanwhile is given back at the end."""
         with self._lock:
-            usual = min(count, self._of_callers[caller])
-            for kept, number in ((self._of_callers, usual), (self._spare_of_callers, count - usual)):
-                kept[caller] -= number
-                assert kept[caller] >= 0, "more places were given back than taken"
-                if not kept[caller]:
-                    del kept[caller]
-            self._free += usual
-            self._spare += count - usual
-            self._admit()
+            assert not self._changes, "only places given back come in the middle of a change"
+            self._changes = True
+            try:
+                yield
+            finally:
+                self._changes = False
+                self._change_late()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Make a change now, or after the one that this thread is making."""
+        with self._lock:
+            self._late.append(change)
+            self._change_late()
+
+    def _change_late(self) -> None:
+        while self._late and not self._changes:
+            self._changes = True
+            try:
+                self._late.popleft()()
+            finally:
+                self._changes = False
 
     def resize(self, places: int) -> None:
         """Change the number of places. If more are taken, no caller is admitted until enough were given back."""
-        with self._lock:
+        with self._changing():
             self._free += places - self.places
             self._spare += spare_places(places) - spare_places(self.places)
             self.places = places
@@ -173,7 +207,7 @@ class AdmissionLimiter:
 
     def close(self, error: BaseException) -> None:
         """Refuse every caller from now on, including waiting ones."""
-        with self._lock:
+        with self._changing():
             if self.closed is None:
                 self.closed = error
         self.recheck()
