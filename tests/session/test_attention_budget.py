@@ -97,16 +97,42 @@ def test_a_restart_brings_bounds_back_with_their_pages(tmp_path: Path) -> None:
             rekindle.open_sync("tiny", **options | other, restore="story")
 
 
-def test_preempted_requests_end() -> None:
-    """Their answers are computed again as prompts, which limits.md says; nothing breaks."""
+@pytest.mark.parametrize(
+    "options", by_default([{}, {"prompt_lookup": 3}, {"kv_dtype": "int8"}, {"prefix_cache": False}], 2)
+)
+def test_preempted_requests_decode_their_answers_again(options: dict[str, Any]) -> None:
+    """In a prompt these tokens would attend to all keys, and later ones would differ."""
     short = [STORY[:80] + end for end in ("they played", "one day he saw a", "Tom said: No", "the sun was")]
-    options = SMALL | {"page_size": 16, "attention_budget": 32, "device_pages": 10}
+    answer = ANSWER | {"max_tokens": 60, "presence_penalty": 0.3, "logprobs": 2}
+    options = SMALL | {"page_size": 16, "attention_budget": 32} | options
     with rekindle.open_sync("tiny", **options) as session:
-        done = session.generate_sync(short, **ANSWER | {"max_tokens": 40})
+        alone = [session.generate_sync(prompt, **answer) for prompt in short]
+        assert not session.stats().preemptions
+    with rekindle.open_sync("tiny", **options, device_pages=14) as session:
+        done = session.generate_sync(short, **answer)
         assert session.stats().preemptions, "there was room for all of them"
-        assert all(len(one.token_ids) == 40 for one in done)
+        assert [one.token_ids for one in done] == [one.token_ids for one in alone]
+        for one, other in zip(done, alone, strict=True):
+            assert one.logprobs is not None and other.logprobs is not None and len(one.logprobs) == 60
+            numbers, others = ([token.logprob for token in each.logprobs or ()] for each in (one, other))
+            assert numbers == pytest.approx(others, abs=1e-4)
         wait_until_idle(session)
         session.check_integrity()
+
+
+@pytest.mark.anyio
+async def test_a_stream_goes_on_after_a_sleep_as_if_there_had_been_none() -> None:
+    answer = ANSWER | {"max_tokens": 200}
+    async with rekindle.open("tiny", **SMALL) as session:
+        want = (await session.generate(PROMPTS[0], **answer)).token_ids
+    async with rekindle.open("tiny", **SMALL) as session:
+        stream = session.stream(PROMPTS[0], **answer)
+        async for _ in stream:
+            if not session.stats().preemptions:
+                await session.sleep()
+                await session.wake()
+        assert session.stats().preemptions == 1, "it had ended before"
+        assert (await stream).token_ids == want
 
 
 @pytest.mark.parametrize("family", by_default(["gemma3_text", "gpt_oss", "qwen3_5_text"], 1))

@@ -67,7 +67,7 @@ class Boundaries(SideRule[Trail]):
 
     def cut(self, sequence: Sequence, length: int) -> int:
         planned = sequence.epoch.planned
-        stop = next((stop for stop in self.holding(sequence).stops if stop > planned), sequence.epoch.target)
+        stop = next((stop for stop in self.holding(sequence).stops if stop > planned), sequence.prefill_end)
         end = min(planned + length, stop)
         if end < stop:
             edge = end // self._edge * self._edge
@@ -205,7 +205,7 @@ class Boundaries(SideRule[Trail]):
     def _leaves(self, sequence: Sequence, end: int) -> bool:
         if sequence.tree.node is None:
             return False  # it publishes nothing
-        if end < sequence.epoch.target:
+        if end < sequence.prefill_end:
             return end in self.holding(sequence).stops
         return end % self._step == 0
 

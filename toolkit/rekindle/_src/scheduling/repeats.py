@@ -79,4 +79,4 @@ class Repeats:
 
 def _repeats(sequence: Sequence, row: Row) -> bool:
     """True if nothing on the host has to know a token of the sequence before its next one."""
-    return not row.fresh and sequence.steady and not sequence.drafting.by_name
+    return row.samples and not row.fresh and sequence.steady and not sequence.drafting.by_name

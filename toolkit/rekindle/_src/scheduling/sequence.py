@@ -187,21 +187,29 @@ class Sequence:
         return self.extensions.held
 
     @property
+    def prefill_end(self) -> int:
+        """The position where its prefill rows end: a token that was decoded is decoded again, if that makes a
+        difference."""
+        return min(self.epoch.target, self.request.prompt_length) if self.apart else self.epoch.target
+
+    @property
     def prefilling(self) -> bool:
-        epoch = self.epoch
-        return epoch.planned < epoch.target
+        return self.epoch.planned < self.prefill_end
 
     @property
     def decodes(self) -> bool:
-        """True if one token is left to prefill, which a decode row computes.
+        """True if a decode row computes its next token, which is known.
 
-        False for a sequence that generates nothing, and for a prompt's last token if it has a row of numbers, or if
-        decode rows compute tokens in another way.
+        That is the last one that is left to prefill, but not if it is a prompt's and has a row of numbers; or, if
+        decode rows compute tokens in another way, each token after the prompt. False for a sequence that generates
+        nothing.
         """
-        epoch = self.epoch
-        if epoch.planned + 1 != epoch.target or not self.generates:
+        epoch, end = self.epoch, self.request.prompt_length
+        if epoch.planned >= epoch.target or not self.generates:
             return False
-        return not ((self.extensions.ends_in_row or self.apart) and epoch.target == self.request.prompt_length)
+        if self.apart:
+            return epoch.planned >= end
+        return epoch.planned + 1 == epoch.target and not (self.extensions.ends_in_row and epoch.target == end)
 
     @property
     def ended(self) -> bool:
@@ -215,7 +223,8 @@ class Sequence:
     @property
     def reusable(self) -> int:
         """Leading tokens with pages that may come from the cache."""
-        return self.extensions.reusable(self.tokens.known)
+        known = self.tokens.known
+        return self.extensions.reusable(min(known, self.request.prompt_length) if self.apart else known)
 
     @property
     def shareable(self) -> int:
@@ -232,7 +241,7 @@ class Sequence:
     def has_hidden(self) -> bool:
         """True if the device has the hidden state before its latest token, which is known: it was computed in this
         epoch."""
-        return self.tokens.known - 1 > self.epoch.cached
+        return self.epoch.planned >= self.tokens.known - 1 > self.epoch.cached
 
     def append(self, token: int) -> None:
         """Add a generated token."""

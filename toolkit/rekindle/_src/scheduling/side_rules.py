@@ -122,7 +122,7 @@ class SideRules:
 
     def cut(self, sequence: Sequence, budget: int) -> int:
         """Return how many tokens of its prompt the next row of a sequence computes; 0 if it has to wait."""
-        length = min(budget, sequence.epoch.target - sequence.epoch.planned)
+        length = min(budget, sequence.prefill_end - sequence.epoch.planned)
         for _ in self._rules:  # one more rule in each round has no further objection
             for rule in self._rules:
                 length = rule.cut(sequence, length)

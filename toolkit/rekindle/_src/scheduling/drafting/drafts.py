@@ -162,9 +162,9 @@ class Drafts:
                 continue
             name, rows = drafter.name, list[DraftableRow]()
             for one in sequences:
-                drafts = one.drafting.by_name.get(name)
-                if drafts is not None and drafts.ready and one.remaining > 0 and one not in found:
-                    rows.append(DraftableRow(one, one.epoch.planned - one.tokens.known, min(self._most, one.remaining)))
+                drafts, skip = one.drafting.by_name.get(name), one.epoch.planned - one.tokens.known
+                if drafts is not None and drafts.ready and one.remaining > 0 and skip >= 0 and one not in found:
+                    rows.append(DraftableRow(one, skip, min(self._most, one.remaining)))
             if not rows:
                 continue
             for row, proposal in zip(rows, drafter.propose(rows), strict=True):
