@@ -281,6 +281,14 @@ class PageLedger:
         sequence.pages.add(self._take(1))
         return True
 
+    def cover(self, sequence: Sequence, count: int, slots: int) -> int:
+        """Return how many of `count` more rows have pages. Takes one only while each of `slots` could take one too."""
+        size = self._page_size
+        while sequence.epoch.planned + count > sequence.pages.count * size:
+            if self.available <= slots or not self.grow(sequence):
+                return sequence.pages.count * size - sequence.epoch.planned
+        return count
+
     def publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
         """Enter the sequence's committed full pages into the tree. Return their half-open range.
 

@@ -40,7 +40,7 @@ class Repeats:
         if steps < 2 or not all(map(_repeats, sequences, rows)) or (steps := ready(steps)) < 2:
             return 1
         for sequence in sequences:
-            steps = min(steps, 1 + self._within_pages(sequence, steps - 1))
+            steps = min(steps, 1 + self._ledger.cover(sequence, steps - 1, self._limits.max_requests))
         if steps < 2:
             return 1
         every = [
@@ -67,14 +67,6 @@ class Repeats:
     def _rows(sequence: Sequence, first: Row, steps: int) -> list[Row]:
         # The device reads the page table of the first row for all of them.
         return [first._replace(pages=sequence.pages.table()), *(sequence.row(1) for _ in range(steps - 1))]
-
-    def _within_pages(self, sequence: Sequence, count: int) -> int:
-        """Return how many of `count` more rows have pages. Takes one only while each other slot could take one too."""
-        size, slots = self._limits.page_size, self._limits.max_requests
-        while sequence.epoch.planned + count > sequence.pages.count * size:
-            if self._ledger.available <= slots or not self._ledger.grow(sequence):
-                return sequence.pages.count * size - sequence.epoch.planned
-        return count
 
 
 def _repeats(sequence: Sequence, row: Row) -> bool:

@@ -88,7 +88,7 @@ class Drafts:
                 sequence.drafting.by_name[drafter.name].declined()
                 continue
             room = self._ledger.sides.draft_room(counts.get(sequence, 0))
-            reached = self._within_pages(sequence, max(room, drafter.reach))
+            reached = self._ledger.cover(sequence, max(room, drafter.reach), self._limits.max_requests)
             if count := min(room, reached) if reached >= drafter.reach else 0:
                 sides = self._ledger.sides.drafts_of(sequence, count)
                 after = sequences.index(sequence) + 1
@@ -195,14 +195,6 @@ class Drafts:
         free = min(room, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
         count = self._costs.best(rows, [-slot[0] for slot in slots], free, measured=not mixed)
         return Counter(slot[2] for slot in slots[:count])
-
-    def _within_pages(self, sequence: Sequence, count: int) -> int:
-        """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""
-        size, slots = self._limits.page_size, self._limits.max_requests
-        while sequence.epoch.planned + count > sequence.pages.count * size:
-            if self._ledger.available <= slots or not self._ledger.grow(sequence):
-                return sequence.pages.count * size - sequence.epoch.planned
-        return count
 
 
 def _likelier(slot: tuple[float, int, Sequence]) -> tuple[float, int]:
