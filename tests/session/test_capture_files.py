@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,56 @@ def test_a_damaged_list_of_pictures_is_refused_by_the_folder(tmp_path: Path, con
     (tmp_path / "00000" / "pictures.json").write_text(content)
     with pytest.raises(InvalidRequest, match=r"damaged pictures\.json"):
         Captured.load(tmp_path / "00000")
+
+
+def test_pictures_that_share_positions_are_refused(tmp_path: Path) -> None:
+    """Two hundred runs of all positions had each position as often: 800 KB took more than two minutes to show."""
+    files_of(tmp_path, (PictureRun(2, 8, 0, TokenGrid(2, 3)),)).finish(20)
+    path = tmp_path / "00000" / "pictures.json"
+    (run,) = json.loads(path.read_text())
+    for second in (run, run | {"start": 7, "stop": 13}, run | {"start": 0, "stop": 6}):
+        path.write_text(json.dumps([run, second]))
+        with pytest.raises(InvalidRequest, match=r"damaged pictures\.json"):
+            Captured.load(tmp_path / "00000")
+    path.write_text(json.dumps([run, run | {"start": 8, "stop": 14}]))
+    assert len(Captured.load(tmp_path / "00000").patches) == 12
+
+
+def _capture_file(folder: Path, name: str, positions: Sequence[int], lines: int, kind: str = "I32") -> None:
+    """Write a file as another program could."""
+    numbers = np.array(positions, "<i4").tobytes()
+    size = len(numbers)
+    header = json.dumps(
+        {
+            "__metadata__": {"layers": "2"},
+            "positions": {"dtype": kind, "shape": [len(positions)], "data_offsets": [0, size]},
+            name: {"dtype": "F32", "shape": [lines, 1], "data_offsets": [size, size + 4 * lines]},
+        }
+    ).encode()
+    (folder / f"{name[:12]}.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header + numbers + bytes(4 * lines)
+    )
+
+
+def test_captures_of_others_have_a_line_of_a_site_for_each_position(tmp_path: Path) -> None:
+    """Searches in positions that don't ascend find others' lines, and a site's name is shown."""
+    _capture_file(tmp_path, "residual.0", [1, 2, 5], 3)
+    assert Captured.load(tmp_path).positions.tolist() == [1, 2, 5]
+    for name, positions, lines, kind in (
+        ("residual.1", [1, 2, 6], 3, "I32"),  # other positions than the file before
+        ("residual.1", [1, 2], 2, "I32"),
+        ("residual.0", [1, 5, 2], 3, "I32"),
+        ("residual.0", [1, 1, 2], 3, "I32"),
+        ("residual.0", [-1, 1, 2], 3, "I32"),
+        ("residual.0", [1, 2, 5], 2, "I32"),
+        ("residual.0", [1, 2, 5], 3, "F32"),
+        ("\x1b[2J.0", [1, 2, 5], 3, "I32"),
+    ):
+        _capture_file(tmp_path, name, positions, lines, kind)
+        with pytest.raises(InvalidRequest, match=r"has a damaged .*safetensors"):
+            Captured.load(tmp_path)
+        (tmp_path / f"{name[:12]}.safetensors").unlink()
+        _capture_file(tmp_path, "residual.0", [1, 2, 5], 3)
 
 
 def test_a_list_of_pictures_that_is_no_file_is_refused(tmp_path: Path) -> None:

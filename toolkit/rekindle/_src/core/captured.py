@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from rekindle._src.core import words
 from rekindle._src.core.drawable import Drawable
 from rekindle._src.core.positions import END
-from rekindle._src.core.taps import STEER_SITES, STEERED, Steer, digest_of
+from rekindle._src.core.taps import SITES, STEER_SITES, STEERED, Steer, digest_of
 from rekindle.errors import InvalidRequest, MissingExtra
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ Key = tuple[str, int] | str  # a site and its layer; "norm" has none
 PICTURES = "pictures.json"  # and the places of its prompt's pictures, if it has any
 HEADER = 504  # bytes of a header, padded with spaces; the array begins after it and its length, at byte 512
 SUFFIX = ".safetensors"
+_COMPARED = 1 << 20  # positions that are checked at a time
 _LARGEST_PICTURES = 1 << 20  # bytes of the places of pictures; one has some 100
 TYPES = {"F32": "<f4", "I32": "<i4"}
 BACKLOG = 256 << 20  # bytes of one request's captures that may wait for its disk
@@ -131,7 +132,8 @@ class Captured(Drawable, Mapping[Any, Any]):
             return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)
 
         arrays: dict[Key, NDArray[Any]] = {}
-        positions, layers = np.empty(0, np.int32), 0
+        known: NDArray[Any] | None = None
+        layers = 0
         for path in sorted(Path(folder).glob("*" + SUFFIX)):
             try:
                 with open_plain(path) as file:
@@ -139,18 +141,26 @@ class Captured(Drawable, Mapping[Any, Any]):
                     header = json.loads(file.read(min(length, HEADER)))
                 layers = int(header.pop("__metadata__")["layers"])
                 positions = mapped(path, 8 + length, header.pop("positions"))
+                if known is None:
+                    _check_positions(positions)
+                elif not np.array_equal(positions, known):
+                    raise ValueError("its positions are not those of the other files")
+                known = positions
                 ((name, entry),) = header.items()
                 site, dot, layer = name.partition(".")
-                arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+                array = mapped(path, 8 + length, entry)
+                if site not in SITES or array.ndim < 2 or len(array) != len(positions):
+                    raise ValueError("it has no line of a site for each position")
+                arrays[(site, int(layer)) if dot else site] = array
             except Exception as error:  # whatever a stranger's file leads to
                 problem = f"has a damaged {path.name} ({type(error).__name__}: {str(error)[:100]})"
                 raise InvalidRequest("folder", str(folder), problem, "Capture again, or remove the file") from None
-        if not arrays:
+        if known is None:
             fix = "Pass the folder of one request, such as done.captured.folder"
             raise InvalidRequest("folder", str(folder), "has no captures", fix)
         order = sorted(arrays, key=lambda key: (isinstance(key, str), key))
         pictures = _pictures_in(Path(folder) / PICTURES)
-        return cls(positions, {key: arrays[key] for key in order}, layers, folder=Path(folder), pictures=pictures)
+        return cls(known, {key: arrays[key] for key in order}, layers, folder=Path(folder), pictures=pictures)
 
     @classmethod
     def joined(cls, parts: Sequence[CapturedArrays], layers: int, pictures: Sequence[PictureRun] = ()) -> Captured:
@@ -283,6 +293,18 @@ class Captured(Drawable, Mapping[Any, Any]):
         return f"{self!r} {digest_of((self.positions, *self._arrays.values()))}"
 
 
+def _check_positions(positions: NDArray[Any]) -> None:
+    """Raise ValueError unless a file's positions ascend, which searches in them rely on. They are read in pieces."""
+    if positions.ndim != 1 or positions.dtype.kind != "i":
+        raise ValueError("its positions are no list of whole numbers")
+    before = -1
+    for start in range(0, len(positions), _COMPARED):
+        part = positions[start : start + _COMPARED]
+        if part[0] <= before or (part[1:] <= part[:-1]).any():
+            raise ValueError("its positions do not ascend")
+        before = int(part[-1])
+
+
 def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
     """Return the places of a prompt's pictures from the file in its folder; empty if there is no such file."""
     import json
@@ -296,12 +318,14 @@ def _pictures_in(path: Path) -> tuple[PictureRun, ...]:
         return value
 
     try:
-        runs = []
+        runs = list[PictureRun]()
+        end = 0  # of the run before: a position that many runs had would be counted for each of them
         for entry in json.loads(read_plain(path, _LARGEST_PICTURES)):
             rows, columns, tile = whole(entry["rows"]), whole(entry["columns"]), entry["tile"]
             first, last = whole(entry["start"]), whole(entry["stop"])
-            if not 0 < rows * columns == last - first:
+            if first < end or not 0 < rows * columns == last - first:
                 raise ValueError
+            end = last
             grid = TokenGrid(rows, columns, None if tile is None else (whole(tile[0]), whole(tile[1])))
             runs.append(PictureRun(first, last, whole(entry["picture"]), grid))
         return tuple(runs)
