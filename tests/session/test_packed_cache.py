@@ -50,6 +50,28 @@ async def test_tokens_are_the_same_alone_together_cached_offloaded_and_preempted
         session.check_integrity()
 
 
+FAMILIES = ["qwen3_5_text", "gemma3_text", "falcon_h1", "lfm2"]
+
+
+@pytest.mark.parametrize("kv_dtype", by_default(["int8-int4", "int4"], 1))
+@pytest.mark.parametrize("family", by_default(FAMILIES, 2))
+def test_models_with_states_and_windows_have_packed_pages(family: str, kv_dtype: str) -> None:
+    raw = OF_FAMILY[family][0]
+    loaded, answer = model(raw, tensors(raw)), ANSWER | {"max_tokens": 30}
+    prompts = [[7 + (start + index) * index % 90 for index in range(90)] for start in range(4)]
+    options = TINY | {"kv_dtype": kv_dtype, "page_size": 16, "max_model_len": 128}
+    with rekindle.open_sync(loaded, **options) as session:
+        cold = [session.generate_sync(prompt, **answer).token_ids for prompt in prompts]
+        again = session.generate_sync(prompts, **answer)
+        assert [one.token_ids for one in again] == cold
+        assert any(one.usage.cached_tokens for one in again), "no answer found pages"
+    with rekindle.open_sync(loaded, **options, device_pages=16) as session:
+        assert [one.token_ids for one in session.generate_sync(prompts, **answer)] == cold
+        assert session.stats().preemptions, "there was room for all of them"
+        wait_until_idle(session)
+        session.check_integrity()
+
+
 def test_a_snapshot_belongs_to_its_format(tmp_path: Path) -> None:
     options = TINY | {"cache_dir": tmp_path, "disk_memory": "64MiB", "page_size": 8}
     with rekindle.open_sync("tiny", **options, kv_dtype="int8-int4") as session:
