@@ -1,4 +1,4 @@
-"""Why requests end, and the errors of those that fail."""
+"""Reasons and errors with which requests end."""
 
 from __future__ import annotations
 
