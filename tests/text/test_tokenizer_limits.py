@@ -150,11 +150,22 @@ def test_a_class_of_characters_is_recognized_in_one_pass(tmp_path: Path) -> None
     assert [regex for regex in classes if not tokenizer_limits.is_one_class(regex)] == []
     others = (
         "", "[", "[]", "[^]", "[a", "[a]b", "[a[b]]", "[a&&b]", "(a)", "ab", r"\p{", r"\p{}", r"\q", "a{", "a{}",
-        "a{1,2", "a**", "a|b", "^", "$", "."
+        "a{1,2", "a**", "a|b", "^", "$", ".", "a{17}", "a{100000,}", "a{3,2}", f"a{{1,{'9' * 5000}}}"
     )  # fmt: skip
     assert [regex for regex in others if tokenizer_limits.is_one_class(regex)] == []
+    for regex in ("a{100000}", r"[^\n]{4000,}"):  # looked at anew from each character: 40,000 took seven seconds
+        assert opened(tmp_path, described(pre_tokenizer=split(regex))).encodes_apart, regex
     hostile = "[" + r"\p{L}" * 600 + "]x"
     assert opened(tmp_path, described(pre_tokenizer=split(hostile))).encodes_apart
+
+
+def test_pieces_of_no_characters_end_no_process_and_print_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = opened(tmp_path, described(pre_tokenizer={"type": "FixedLength", "length": 0}))
+    with pytest.raises(RequestFailed, match="chunk size must be non-zero"):
+        tokenizer.encode("text")
+    assert "panicked" not in capfd.readouterr().err
 
 
 doubling = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}

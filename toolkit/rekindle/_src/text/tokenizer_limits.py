@@ -152,6 +152,7 @@ CUT_CHARACTERS = 1 << 29  # hashed in all to find the merges; 30 million for Gem
 _GROWTH = 128  # characters that normalizers may make of one; NFKC makes 18 of one of Arabic
 _AFFIX = 64  # characters of a prefix or suffix that each piece of a word gets
 _WORD = 1000  # characters of a word that is searched for pieces, in time that grows with its square
+_LEAST = 16  # characters that one class of a regex needs; real ones need up to 3
 _TEMPLATE = 16  # tokens and sequences that a post-processor puts together
 _PARTS = 32
 _CHARSMAP = b'"precompiled_charsmap"'
@@ -322,10 +323,16 @@ def _pattern(step: Mapping[str, Any]) -> float:
     return 1 if bounded else float("inf")
 
 
+def _pieces(step: Mapping[str, Any]) -> float:
+    """Return 1, or infinity for a length of 0: the library panics there."""
+    return 1 if step.get("length", 1) > 0 else float("inf")
+
+
 def is_one_class(regex: str) -> bool:
     """True for one class of characters with a count: it consumes every character that it looks at.
 
-    It is read in one pass, by hand: a pattern for patterns took exponential time for some of them.
+    A class that needs many characters would look at them anew from each one, so a count begins at `_LEAST` at most. It
+    is read in one pass, by hand: a pattern for patterns took exponential time for some of them.
     """
     first, second = regex[:1], regex[1:2]
     if first == "[":
@@ -352,7 +359,9 @@ def is_one_class(regex: str) -> bool:
     if count in ("", "+", "*", "?"):
         return True
     low, comma, high = count[1:-1].partition(",")
-    return count[0] == "{" and count[-1] == "}" and low.isdecimal() and (not comma or not high or high.isdecimal())
+    if not (count[0] == "{" and count[-1] == "}" and low.isdecimal() and (not comma or not high or high.isdecimal())):
+        return False
+    return max(len(low), len(high)) < 9 and int(low) <= min(_LEAST, int(high or low))
 
 
 def _is_word(text: str) -> bool:
@@ -398,9 +407,9 @@ _NORMALIZERS: dict[str, Growth] = {
 }  # fmt: skip
 _PRE_TOKENIZERS: dict[str, Growth] = {
     **dict.fromkeys(
-        ("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation",
+        ("BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "Metaspace", "Punctuation",
          "UnicodeScripts", "Whitespace", "WhitespaceSplit"), _same),
-    "Split": _pattern,
+    "FixedLength": _pieces, "Split": _pattern,
 }  # fmt: skip
 _PROCESSORS: dict[str, Growth] = {
     "ByteLevel": _same, "BertProcessing": _same, "RobertaProcessing": _same, "TemplateProcessing": _template,
