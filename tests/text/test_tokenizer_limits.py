@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from pathlib import Path
@@ -92,9 +93,12 @@ def test_a_key_can_not_be_hidden_from_the_measure(tmp_path: Path) -> None:
     assert opened(tmp_path, described(model=plain, added_tokens=[])).token(0) == "\\u0041"
 
 
-def pieces_file(path: Path, tokens: list[str]) -> Path:
+def pieces_file(path: Path, tokens: list[str], *, control: int = 0) -> Path:
     metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
                 "tokenizer.ggml.scores": -np.arange(len(tokens), dtype=np.float32)}  # fmt: skip
+    if control:
+        kinds = np.repeat(np.int32([1, 3]), [len(tokens) - control, control])
+        metadata |= {"tokenizer.ggml.token_type": kinds}
     write_gguf(path, metadata, [], [])
     return path
 
@@ -165,6 +169,40 @@ def test_pieces_of_no_characters_end_no_process_and_print_nothing(
     tokenizer = opened(tmp_path, described(pre_tokenizer={"type": "FixedLength", "length": 0}))
     with pytest.raises(RequestFailed, match="chunk size must be non-zero"):
         tokenizer.encode("text")
+    assert "panicked" not in capfd.readouterr().err
+
+
+def long_tokens(count: int) -> list[dict[str, Any]]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return [{"id": 1000 + number, "content": f"{number:04}".ljust(4000, "x"), **flags} for number in range(count)]
+
+
+@pytest.mark.parametrize("place", ["tokenizer.json", "tokenizer_config.json", "GGUF"])
+def test_added_tokens_that_would_take_gigabytes_to_find_are_refused(place: str, tmp_path: Path) -> None:
+    """A file of 19 MB took 14 seconds of a processor and 1.6 GB."""
+    folder, tokens, own = tmp_path, long_tokens(600), described(added_tokens=[])
+    if place == "tokenizer.json":
+        own = described(added_tokens=tokens)
+    elif place == "tokenizer_config.json":
+        size = opened(folder, own).vocab_size
+        listed = {str(size + at): {"content": token["content"]} for at, token in enumerate(tokens)}
+        (folder / place).write_text(json.dumps({"added_tokens_decoder": listed}))
+    else:
+        folder = pieces_file(
+            folder / "model.gguf", ["<unk>", "a", *(token["content"] for token in tokens)], control=600
+        )
+    (tmp_path / "tokenizer.json").write_text(json.dumps(own))
+    with pytest.raises(CheckpointError, match=r"600 added tokens of 2,400,000 bytes, and at most 2,106,752"):
+        Tokenizer.load(folder)
+
+
+def test_a_table_that_calls_itself_larger_than_it_is_allocates_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library allocated the eight gigabytes, or ended the process."""
+    table = base64.b64encode(b"\xff" * 4096).decode()
+    with pytest.raises(CheckpointError, match=r"a table of 4,294,967,295 bytes"):
+        opened(tmp_path, described(normalizer={"type": "Precompiled", "precompiled_charsmap": table}))
     assert "panicked" not in capfd.readouterr().err
 
 

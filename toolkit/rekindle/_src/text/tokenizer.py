@@ -281,7 +281,7 @@ def _backend(folder: Path, special: dict[str, str]) -> WholeTokenizer | None:
     listed = read_json(beside).get("added_tokens_decoder") or {}
     try:
         with panics_as(CheckpointError, f"it read {beside}"):
-            _add_listed(backend, listed, special)
+            _add_listed(backend, listed, special, beside)
     except CheckpointError:
         raise
     except Exception as error:  # values of any type may be in it
@@ -290,7 +290,7 @@ def _backend(folder: Path, special: dict[str, str]) -> WholeTokenizer | None:
     return backend
 
 
-def _add_listed(backend: WholeTokenizer, listed: dict[str, Any], special: dict[str, str]) -> None:
+def _add_listed(backend: WholeTokenizer, listed: dict[str, Any], special: dict[str, str], path: Path) -> None:
     """Add the tokens, and the flags that make some special, which older folders have in tokenizer_config.json alone."""
     known = backend.added()
     added, size = dict[str, tokenizers.AddedToken](), backend.size
@@ -301,6 +301,7 @@ def _add_listed(backend: WholeTokenizer, listed: dict[str, Any], special: dict[s
         if index in known or there == index or index == size:
             size += there is None and entry["content"] not in added
             added[entry["content"]] = tokenizers.AddedToken(**entry)
+    tokenizer_limits.check_added(sum(len(text.encode()) for text in added), len(added), path)
     backend.add([*added.values()])
     missing = [token for token in special.values() if token not in {t.content for t in known.values()}]
     backend.mark_special([token for token in missing if backend.id_of(token) is not None])

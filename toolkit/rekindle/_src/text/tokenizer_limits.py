@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from rekindle._src.core.json_values import quotes_of
@@ -142,6 +143,9 @@ PIECE_CHARACTERS = (
     8,
     1 << 20,
 )  # of a unigram vocabulary per piece, and in addition; XLM-RoBERTa's have 6. Each takes 660 B
+# Of added tokens, in bytes: per token, and in addition. Those of models that speak have 20 or so. The library finds
+# them with an automaton of some 85 bytes for each.
+ADDED_BYTES = (16, 2 << 20)
 REGEXES = 64
 # Of a tokenizer.json: each token and each part of a merge is one. Gemma's has 1.3 million, and each takes 200 bytes.
 MAX_STRINGS = 1 << 22
@@ -155,7 +159,7 @@ _WORD = 1000  # characters of a word that is searched for pieces, in time that g
 _LEAST = 16  # characters that one class of a regex needs; real ones need up to 3
 _TEMPLATE = 16  # tokens and sequences that a post-processor puts together
 _PARTS = 32
-_CHARSMAP = b'"precompiled_charsmap"'
+_CHARSMAP = b"precompiled_charsmap"
 _CONTINUED = re.compile(rb'"continuing(?:_|\\u005[fF])subword(?:_|\\u005[fF])prefix"\s*:\s*"[^"]')
 _LETTER_ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:[46][1-9a-fA-F]|[57][0-9aA])")
 
@@ -192,11 +196,15 @@ def check_file(content: bytes, path: Path | str) -> None:
     unigram = b'"Unigram"' in content
     limit = LONGEST_PIECE if unigram else LONGEST_TEXT
     for index in np.flatnonzero(lengths > limit).tolist():
-        key = content[starts[index - 1] - 1 : starts[index - 1] + lengths[index - 1] + 1] if index else b""
+        key = content[starts[index - 1] : starts[index - 1] + lengths[index - 1]] if index else b""
         if key != _CHARSMAP:
             check_text(int(lengths[index]), limit, path)
     if unigram:
         check_unigram(int(lengths[lengths <= limit].sum()), len(lengths), path)
+    contents = lengths[_after(b"content", content, starts, lengths)]
+    check_added(int(contents.sum()), len(contents), path)
+    for index in _after(_CHARSMAP, content, starts, lengths).tolist():
+        _check_charsmap(content[starts[index] : starts[index] + lengths[index]], path)
     if _CONTINUED.search(content) is not None:
         _check_merges(content, path)
 
@@ -249,6 +257,33 @@ def check_unigram(characters: int, pieces: int, path: Path | str) -> None:
         )
 
 
+def check_added(count: int, tokens: int, path: Path | str) -> None:
+    """Raise `CheckpointError` for added tokens of so many bytes that finding them in a text would take gigabytes."""
+    each, extra = ADDED_BYTES
+    limit = each * tokens + extra
+    if count > limit:
+        raise CheckpointError(
+            f"{path} has {tokens:,} added tokens of {count:,} bytes, and at most {limit:,} are read: each takes some "
+            "85. Use another tokenizer"
+        )
+
+
+def _check_charsmap(encoded: bytes, path: Path | str) -> None:
+    """Raise `CheckpointError` for a SentencePiece table that calls itself larger than it is.
+
+    The library allocates that size, and ends the process where it can't.
+    """
+    try:
+        start = int.from_bytes(base64.b64decode(encoded[:8], validate=True)[:4], "little")
+    except ValueError:
+        return  # the library says that it is no base64
+    if start > len(encoded):
+        raise CheckpointError(
+            f"{path} has a precompiled_charsmap of {len(encoded):,} characters, with a table of {start:,} bytes in it. "
+            "Download it again"
+        )
+
+
 def check_decoder(parts: TokenizerSections, path: Path | str) -> None:
     """Raise `CheckpointError` for a decoder that could make much text of few tokens: it runs for every token."""
     reason = _reason(parts.decoder, "decoders", _DECODERS)
@@ -271,6 +306,15 @@ def _strings(content: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
     quotes = quotes_of(content)
     pairs = quotes[: len(quotes) // 2 * 2].reshape(-1, 2)
     return pairs[:, 0] + 1, pairs[:, 1] - pairs[:, 0] - 1
+
+
+def _after(key: bytes, content: bytes, starts: NDArray[Any], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """Return the numbers of the strings that follow this key."""
+    keys = np.flatnonzero(lengths[:-1] == len(key))
+    octets = np.frombuffer(content, np.uint8)
+    for at, octet in enumerate(key):
+        keys = keys[octets[starts[keys] + at] == octet]
+    return keys + 1
 
 
 def _reason(part: Mapping[str, Any] | None, inner: str, allowed: Mapping[str, Growth]) -> str | None:

@@ -72,7 +72,10 @@ class GgufVocabulary(NamedTuple):
         spelled = (self.kinds == CONTROL) | (self.kinds == USER_DEFINED)
         if self.metadata[f"{_KEY}.model"] != "gpt2":
             spelled |= self.kinds == UNKNOWN
-        return np.flatnonzero(spelled & (self.tokens.ends > self.tokens.starts))
+        lengths = self.tokens.ends - self.tokens.starts
+        ids = np.flatnonzero(spelled & (lengths > 0))
+        tokenizer_limits.check_added(int(lengths[ids].sum()), len(ids), self.path)
+        return ids
 
     def special(self) -> dict[str, str]:
         """Return the named special tokens, such as `{"bos_token": "<s>"}`."""
