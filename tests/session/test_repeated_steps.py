@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +107,31 @@ async def test_a_cancelled_stream_and_a_stopped_one_leave_nothing_behind(tmp_pat
         assert repeated_dispatches(session) > 10
         engine_of(session).scheduler.check_integrity()
         assert engine_of(session).scheduler.statistics().pages_held == 0
+
+
+def answer_in_a_process(folder: str) -> None:
+    """Print what a session computes that repeats steps as soon as it has programs, and how many it compiled."""
+    with rekindle.open_sync("tiny", cache_dir=folder, **OPTIONS | {"precompile": "all"}) as session:
+        let_repeat(session, MOST_STEPS)
+        done = session.generate_sync("Once upon a time", max_tokens=60, temperature=0.0, ignore_eos=True)
+        figures = session.stats().compilations, repeated_dispatches(session)
+    print(json.dumps([done.token_ids, *figures]))
+
+
+@pytest.mark.thorough  # it compiles all programs of a session
+def test_another_process_finds_the_programs_that_repeat_steps(tmp_path: Path) -> None:
+    code = "import sys; from session.test_repeated_steps import answer_in_a_process as run; run(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=500
+        )
+        assert not done.returncode, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    (tokens, compiled, repeated), (again, recompiled, repeated_again) = found
+    assert compiled and not recompiled
+    assert min(repeated, repeated_again) > 4 and again == tokens
 
 
 def test_only_small_models_on_one_cpu_device_repeat_steps() -> None:
