@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from helpers.sessions import cancel_once, eventually, opened, wait_until_idle
 from rekindle import EngineConfig, Sampling, Session
 from rekindle._src.calls.handle import Handle
-from rekindle._src.core.records import Status
+from rekindle._src.core.records import Status, TextDelta
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 
 anyio_test = pytest.mark.anyio
@@ -44,6 +45,28 @@ async def test_cancelling_a_handle_from_another_thread(slow: Session) -> None:
     assert handle.status is Status.ABORTED and 0 < len(handle.token_ids) < 400
     handle.cancel()
     thread.join()
+
+
+class ReadDeltas(list[TextDelta]):
+    """Counts how often all of them are read."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[TextDelta]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@anyio_test
+async def test_what_many_sequences_have_written_is_read_once(slow: Session) -> None:
+    """A server's loop stood still for seconds when the client of a thousand sequences had left."""
+    handle = slow.submit("hello", max_tokens=400, n=4)
+    eventually(lambda: len({delta.index for delta in handle._mailbox.deltas}) == 4)
+    deltas = handle._mailbox.deltas = ReadDeltas(handle._mailbox.deltas)
+    written = handle.so_far()
+    assert deltas.passes == 1
+    assert [completion.index for completion in written] == [0, 1, 2, 3] and all(one.text for one in written)
+    handle.cancel()
 
 
 @anyio_test

@@ -349,13 +349,15 @@ class Handle(RequestOutput, Call[T_co]):
 
     def so_far(self) -> T_co:
         """Return the output so far in the form of the result. A sequence that has not ended counts as aborted."""
-        completions = [self._partial(index) for index in range(self.sampling.n)]
+        deltas: dict[int, list[TextDelta]] = {}  # by sequence: there may be a thousand, with hundreds of each
+        for delta in self._mailbox.deltas:
+            deltas.setdefault(delta.index, []).append(delta)
+        completions = [self._partial(index, deltas.get(index, [])) for index in range(self.sampling.n)]
         return cast(T_co, completions[0] if self.sampling.n == 1 else Completions(completions))
 
-    def _partial(self, index: int) -> Completion:
+    def _partial(self, index: int, deltas: Sequence[TextDelta]) -> Completion:
         if isinstance(completion := self._mailbox.results[index], Completion):
             return completion
-        deltas = [delta for delta in self._mailbox.deltas if delta.index == index]
         ids = tuple(token for delta in deltas for token in delta.token_ids)
         prompt = self.prompt_token_ids
         return Completion(
