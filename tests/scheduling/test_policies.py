@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from helpers.fakes import make_request
-from helpers.scheduling import Loop, LoopBuilder
-from rekindle._src.core.records import Request
+from helpers.fakes import FakeModel, make_request
+from helpers.scheduling import Loop, LoopBuilder, exact
+from rekindle._src.core.records import FinishReason, Request
 from rekindle._src.scheduling.policies import WINDOW
 
 PAGE = 4
@@ -50,6 +50,39 @@ def test_callers_take_turns_each_with_its_first(policy: str) -> None:
     """Before that, a caller waited for all thousand requests that another had sent before."""
     requests = [*of("a", 5), *of("b", 2), *of("c", 1)]
     assert served(one_at_a_time(policy), requests) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3", "a4"]
+
+
+def test_a_caller_that_runs_nothing_needs_not_wait_for_the_end_of_long_texts() -> None:
+    """One text of the caller that runs most makes room for it, and is the last of its caller to go on."""
+    loop = LoopBuilder(model=FakeModel(), max_requests=3).loop()
+    long = [make_request(f"long {index}", id=f"a{index}", max_tokens=200) for index in range(5)]
+    long = [dataclasses.replace(request, caller="a") for request in long]
+    for request in long:
+        loop.submit(request)
+    for _ in range(12):
+        loop.step()
+    short = [dataclasses.replace(make_request(f"short {name}", id=name, max_tokens=4), caller=name) for name in "bc"]
+    for request in short:
+        loop.submit(request)
+    for _ in range(14):
+        loop.step()
+    assert all(loop.reason(request) is FinishReason.LENGTH for request in short)
+    assert 1 <= loop.scheduler.statistics().preemptions <= 2
+    oldest, junior = (len(loop.output(request)) for request in (long[0], long[2]))
+    assert oldest > 20 > junior, "the oldest text was not interrupted"
+    loop.run()
+    exact(loop, *long, *short)
+
+
+def test_no_text_makes_room_where_each_caller_runs_one() -> None:
+    loop = LoopBuilder(model=FakeModel(), max_requests=2).loop()
+    requests = [dataclasses.replace(make_request(name, id=name, max_tokens=40), caller=name) for name in "abc"]
+    own = [make_request(f"own {index}", id=f"own{index}", max_tokens=40) for index in range(3)]
+    for request in (*requests, *own):
+        loop.submit(request)
+    loop.run()
+    exact(loop, *requests, *own)
+    assert loop.scheduler.statistics().preemptions == 0
 
 
 def test_a_caller_that_comes_later_has_no_turns_to_make_up_for() -> None:

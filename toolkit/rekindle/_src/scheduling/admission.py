@@ -7,7 +7,7 @@ that others compute, and the `RunningSet`. Its requests may need more of the dev
 from __future__ import annotations
 
 import bisect
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple
@@ -136,7 +136,7 @@ class Admission:
         """Admit the next sequence: it has a slot and pages then. None if none can be admitted now."""
         running, leaving = self._running_set.running, self._running_set.leaving
         for _ in range(_PARKED_PER_PLAN):
-            sequence = self._queue.next() if self._running_set.free_slots else None
+            sequence = self._queue.next(self._callers()) if self._running_set.free_slots else None
             if sequence is None:
                 return None
             if sequence in leaving:
@@ -169,6 +169,25 @@ class Admission:
             return sequence
         return None
 
+    def _callers(self) -> set[str]:
+        return {sequence.request.caller for sequence in self._running_set.running}
+
+    def make_room(self) -> None:
+        """Preempt a sequence of the caller that runs most, if another one runs nothing and no slot is free.
+
+        Else a caller with a few long texts would keep all others waiting until one of these ends.
+        """
+        running_set = self._running_set
+        if running_set.free_slots or running_set.leaving or not len(self._queue):
+            return
+        if self._queue.outsider(self._callers()) is None:
+            return
+        running = running_set.running
+        ((most, count),) = Counter(sequence.request.caller for sequence in running).most_common(1)
+        if most and count > 1:
+            junior = next(sequence for sequence in reversed(running) if sequence.request.caller == most)
+            self.preempt(junior, "made room for a caller that ran nothing", last=True)
+
     def park_ahead(self) -> None:
         """Park the next sequences of the queue that will wait, before rows are planned that leave entries for them."""
         for _ in range(_PARKED_PER_PLAN):
@@ -196,15 +215,20 @@ class Admission:
         sequence.enter(PhaseKind.PAGES, "until steps in flight gave some back")
         return False
 
-    def preempt(self, sequence: Sequence, reason: str) -> None:
+    def preempt(self, sequence: Sequence, reason: str, *, last: bool = False) -> None:
+        """Take a running sequence's slot and pages. It is the next to run again, or the `last` of its caller."""
         sequence.status = Status.PREEMPTED
         sequence.enter(PhaseKind.PREEMPTED, reason)
         sequence.queue.preemptions += 1
         self.preemptions += 1
-        self.reserve.preempted()
+        if not last:
+            self.reserve.preempted()  # pages ran out
         self.abandon(sequence)
         self._running_set.leave(sequence)
-        self._queue.put_back(sequence)
+        if last:
+            self._queue.put_last(sequence)
+        else:
+            self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
         """Retry sequences that waited for the sequence's pages [first, last), which are in the tree now.

@@ -1,6 +1,7 @@
 """Scheduling policies: the order of admission for waiting requests.
 
-    fcfs         first come, first served; a server's callers take turns, each with its first
+    fcfs         first come, first served; a server's callers take turns, each with its first, and one that runs
+                 nothing comes before those that do
     priority     larger `priority` first, and equal ones as under fcfs
     lof          longest output first: the largest max_tokens starts first
     random       shuffled, reproducible by seed
@@ -56,6 +57,11 @@ class CallerTurns:
     def __init__(self) -> None:
         self._round = 0
         self._callers: dict[str, list[int]] = {}  # of those with waiting sequences: how many, and the last's round
+
+    @property
+    def names(self) -> set[str]:
+        """The callers of a server with waiting sequences."""
+        return {name for name in self._callers if name}
 
     def queued(self, sequence: Sequence) -> None:
         """Give a sequence its turn, unless it had one before."""
@@ -228,6 +234,19 @@ class WaitingQueue:
         self._preempted.add(sequence)
         self._returning.push(self._seniority(sequence), sequence)
 
+    def put_last(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence again, as the last of its caller."""
+        sequence.queue.turn = -1
+        self.add(sequence)
+
+    def outsider(self, running: set[str]) -> Sequence | None:
+        """Return the next sequence of a caller that is not `running` any. None without one, or if the policy knows no
+        turns of callers."""
+        others = self._turns.names - running if self._policy == "fcfs" else ()
+        if not others:
+            return None
+        return min((one for one in self._members if one.request.caller in others), key=self._rank)
+
     def discard(self, sequence: Sequence) -> None:
         """Take out a sequence that was aborted, parked or admitted."""
         if sequence in self._members:
@@ -260,8 +279,9 @@ class WaitingQueue:
         else:
             self._order = depth_first(list(self._window), self._path)[::-1]
 
-    def next(self) -> Sequence | None:
-        """Return the sequence to admit next; it stays in the queue until `take`."""
+    def next(self, running: set[str] | None = None) -> Sequence | None:
+        """Return the sequence to admit next; it stays in the queue until `take`. `running` names callers with running
+        sequences."""
         sequence = self._returning.top()
         if sequence is not None:
             return sequence
@@ -269,7 +289,7 @@ class WaitingQueue:
         if oldest is None or oldest.queue.overtaken >= self._max_overtakes:
             return oldest
         if self._policy not in CACHE_AWARE:
-            return self._by_rank.top()
+            return (None if running is None else self.outsider(running)) or self._by_rank.top()
         while self._order:
             if self._order[-1] in self._window:
                 return self._order[-1]

@@ -205,6 +205,7 @@ class Scheduler:
             return None
         if self._sides.ahead:
             self._admission.park_ahead()
+        self._admission.make_room()
         budget = self.limits.max_tokens_per_step
         preemptions = self._admission.preemptions
         decode: list[Sequence] = []
