@@ -120,6 +120,19 @@ def test_copies_of_a_piece_are_cut_once_and_pieces_of_pieces_are_refused(tmp_pat
         Tokenizer.load(pieces_file(tmp_path / "parts.gguf", ["<unk>", *parts]))
 
 
+@pytest.mark.parametrize(("longest", "apart"), [(100, False), (200, True)])
+def test_unigram_pieces_that_begin_with_each_other_encode_apart(tmp_path: Path, longest: int, apart: bool) -> None:
+    """As many pieces as the longest has characters match at each place of a text: 164 µs a character with 999."""
+    pieces = [("<unk>", 0.0), *(("a" * count, -1.0 - count / 1000) for count in range(1, longest + 1))]
+    made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=0))
+    reason = tokenizer_limits.unbounded_part(TokenizerSections.of(made))
+    assert (reason is not None) == apart and (not apart or f"pieces of {longest} characters" in str(reason))
+    made.save(str(tmp_path / "tokenizer.json"))
+    read = Tokenizer.load(tmp_path)
+    assert read.encodes_apart == apart
+    assert sum(len(made.id_to_token(token)) for token in read.encode("a" * 500)) == 500
+
+
 def test_tokenizers_in_use_encode_in_this_process(tmp_path: Path) -> None:
     made = vocabularies.byte_level()
     for pre in PRE_TOKENIZERS.values():

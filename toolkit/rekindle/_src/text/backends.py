@@ -36,6 +36,8 @@ class TokenizerSections(NamedTuple):
         """Return the parts of a tokenizer as the library runs them."""
         model = tokenizer.model
         settings = {name: getattr(model, name) for name in _SETTINGS if hasattr(model, name)}
+        if isinstance(model, tokenizers.models.Unigram):
+            settings["longest_piece"] = max(map(len, tokenizer.get_vocab(with_added_tokens=False)), default=0)
         return cls(
             section(tokenizer.normalizer), section(tokenizer.pre_tokenizer), section(tokenizer.post_processor),
             section(tokenizer.decoder), {"type": type(model).__name__, **settings},

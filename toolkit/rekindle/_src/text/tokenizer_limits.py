@@ -156,6 +156,7 @@ CUT_CHARACTERS = 1 << 29  # hashed in all to find the merges; 30 million for Gem
 _GROWTH = 128  # characters that normalizers may make of one; NFKC makes 18 of one of Arabic
 _AFFIX = 64  # characters of a prefix or suffix that each piece of a word gets
 _WORD = 1000  # characters of a word that is searched for pieces, in time that grows with its square
+_PIECE = 128  # characters of a unigram piece: as many pieces may match where it does. SentencePiece's have up to 16
 _LEAST = 16  # characters that one class of a regex needs; real ones need up to 3
 _TEMPLATE = 16  # tokens and sequences that a post-processor puts together
 _PARTS = 32
@@ -351,6 +352,9 @@ def _model_reason(model: Mapping[str, Any]) -> str | None:
         affix = model.get(name)
         if affix is not None and len(affix) > _AFFIX:
             return f"a {name} of {len(affix):,} characters"
+    piece = model.get("longest_piece", 0)
+    if piece > _PIECE:
+        return f"pieces of {piece:,} characters, each of which may begin with others"
     longest = model.get("max_input_chars_per_word", 0)
     return f"words of {longest:,} characters to look for pieces in" if longest > _WORD else None
 
