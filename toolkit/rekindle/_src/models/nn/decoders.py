@@ -36,7 +36,7 @@ from rekindle._src.models.nn.recurrent import (
     StateSpace,
 )
 from rekindle._src.models.precision import Precision, Shards
-from rekindle_kernels import activate, current_platform, gated, traits
+from rekindle_kernels import activate, current_platform, gated
 
 
 class Block(nnx.Module):
@@ -336,8 +336,7 @@ class ChannelDeltaBlock(LatentBlock):
 def _by_head(subscripts: str, x: Array, weights: Array) -> Array:
     """Multiply each head by a matrix of its own, in x's dtype."""
     narrow = x.astype(weights.dtype)
-    if current_platform() == "cpu" and not (traits().fast_bfloat16 and weights.dtype == jnp.bfloat16):
-        # XLA:CPU has no batched product of 16 bits on processors without one.
+    if current_platform() == "cpu":  # XLA has no batched product of 16 bits there, with AMX only for some sizes
         narrow, weights = narrow.astype(jnp.float32), weights.astype(jnp.float32)
     wide = jnp.einsum(subscripts, narrow, weights, preferred_element_type=jnp.float32, precision="highest")
     return wide.astype(x.dtype)
